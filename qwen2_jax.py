@@ -648,7 +648,7 @@ def _interleaved_tensors(
         # A quantised version of a model with fused projections may contain a separate tensor for
         # each projection, like Qwen3.5. In this case, each parameter is read from its own tensor.
         if not tensors or any(
-            checkpoint_name.endswith(full_tensor_name) for checkpoint_name in tensors
+            stored_tensor_name.endswith(full_tensor_name) for stored_tensor_name in tensors
         ):
             for projection_letter, row_count in row_count_by_projection_letter.items():
                 tensor_slice = TensorSlice(

@@ -186,10 +186,10 @@ class Agreement:
         comparison = Comparison()
         for document_number, token_ids, values_by_hook in stored_documents(folder):
             num_tokens = len(token_ids)
-            array_lengths = {len(array) for array in values_by_hook.values()}
+            token_counts_of_hooks = {len(hook_values) for hook_values in values_by_hook.values()}
             if token_ids.tolist() != list(
                 self._token_ids_of_documents[document_number]
-            ) or array_lengths != {num_tokens}:
+            ) or token_counts_of_hooks != {num_tokens}:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
             num_tokens_of_hook.update(dict.fromkeys(values_by_hook, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:

@@ -55,7 +55,7 @@ class Way:
         uses_isal: Whether isal compresses the files instead of Python's gzip module.
     """
 
-    pads_batches: bool = False
+    pads_batches: bool = False  # whether a batch is several padded documents, not one
     sorts_by_length: bool = False  # whether documents are sorted by length before they are batched
     stores_float32: bool = False  # whether values are float32, not the model's dtype
     uses_isal: bool = True  # whether isal compresses the files instead of Python's gzip module

@@ -527,7 +527,9 @@ def report(
             f"{peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
     for competitor, speed_ratio_of_dtype in speed_ratio_of_competitor.items():
-        ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in speed_ratio_of_dtype.items()]
+        ratio_texts = [
+            f"{dtype} {speed_ratio:.2f}" for dtype, speed_ratio in speed_ratio_of_dtype.items()
+        ]
         print(f"ours / {competitor}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
     value_of_flag = vars(bench.parsed_flags).copy()

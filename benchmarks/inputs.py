@@ -117,7 +117,7 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     if config["tie_word_embeddings"]:
         del spec_of_path["lm_head", "weight"]
     write_weights(folder / "model.safetensors", spec_of_path.values())
-    return sum(int(np.prod(spec.shape)) for spec in spec_of_path.values())
+    return sum(int(np.prod(weight_spec.shape)) for weight_spec in spec_of_path.values())
 
 
 def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:

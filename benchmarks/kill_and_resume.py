@@ -382,14 +382,17 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
 
     document_texts = make_texts()
     documents: list[dict[str, Any]] = [
-        {"text": text, "id": document_number} for document_number, text in enumerate(document_texts)
+        {"text": document_text, "id": document_number}
+        for document_number, document_text in enumerate(document_texts)
     ]
     conversations = []
     rows_of_token_ids = []
-    for text in filter(None, document_texts):
+    for document_text in filter(None, document_texts):
         system_message = {"role": "system", "content": "Hm."}
-        conversations.append({"messages": [system_message, {"role": "user", "content": text}]})
-        token_ids = [ord(character) % 128 for character in text[:80]]
+        conversations.append(
+            {"messages": [system_message, {"role": "user", "content": document_text}]}
+        )
+        token_ids = [ord(character) % 128 for character in document_text[:80]]
         kept_token_mask = [position % 3 > 0 for position in range(len(token_ids))]
         rows_of_token_ids.append({"ids": token_ids, "mask": kept_token_mask})
 

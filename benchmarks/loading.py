@@ -141,7 +141,9 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) ->
         )
     )
     ratio_median_and_range = statistics.median(speed_ratios), speed_ratios[0], speed_ratios[-1]
-    speed_figures: dict[str, Any] = {"share": [round(ratio, 3) for ratio in ratio_median_and_range]}
+    speed_figures: dict[str, Any] = {
+        "share": [round(speed_ratio, 3) for speed_ratio in ratio_median_and_range]
+    }
     for checkpoint_dtype, speeds_of_rounds in speeds_of_checkpoint_dtype.items():
         speed_figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
     return speed_figures

@@ -683,10 +683,10 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     )
     if opcode.startswith("collective-permute"):
         return result_bytes
-    sent_factor = 2 if opcode.startswith("all-reduce") and not is_fused else 1
+    num_transfers_of_result = 2 if opcode.startswith("all-reduce") and not is_fused else 1
     if opcode.startswith("reduce-scatter"):
-        sent_factor = group_size
-    return round(result_bytes * sent_factor * (group_size - 1) / group_size)
+        num_transfers_of_result = group_size
+    return round(result_bytes * num_transfers_of_result * (group_size - 1) / group_size)
 
 
 def _instructions(body: str) -> list[Instruction]:

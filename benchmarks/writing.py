@@ -304,7 +304,8 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
         for way_name, measure_writing in function_of_way.items():
             figures_of_way[way_name].append(measure_writing())
     median_figures_of_way = {
-        way_name: medians(rounds_of_way) for way_name, rounds_of_way in figures_of_way.items()
+        way_name: medians(figures_of_rounds)
+        for way_name, figures_of_rounds in figures_of_way.items()
     }
     mb_per_second_of_bare_threads = median_figures_of_way[BARE_THREADS]["mb_per_second"]
     return [

@@ -633,8 +633,10 @@ class OutputOptions:
         """
         if not self.upload_to_gcs or self.gcs_bucket is None:
             return None
-        bucket_name = self.gcs_bucket.rstrip("/")
-        url_of_bucket = bucket_name if "://" in bucket_name else f"gs://{bucket_name}"
+        bucket_name_or_url = self.gcs_bucket.rstrip("/")
+        url_of_bucket = (
+            bucket_name_or_url if "://" in bucket_name_or_url else f"gs://{bucket_name_or_url}"
+        )
         return f"{url_of_bucket}/{self.gcs_prefix.strip('/')}"
 
     @property

@@ -49,7 +49,7 @@ class Float8Array:
     """
 
     values: np.ndarray  # activations divided by the scale of their token, e4m3
-    scales: np.ndarray  # scale of each token
+    scales: np.ndarray  # scale of each token, by which its values are multiplied
 
     @classmethod
     def of(cls, x: np.ndarray) -> "Float8Array":

@@ -191,7 +191,7 @@ class OpenShards:
 
     def _check_sizes(self) -> None:
         """Raises ValueError if a file is too small for the tokens that its commit counts."""
-        min_token_bytes = sum(hook.min_token_bytes for hook in self.hooks.values())
+        min_token_bytes = sum(hook_values.min_token_bytes for hook_values in self.hooks.values())
         for folder_name, commit in self.shards:
             max_compression_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
             max_decompressed_bytes = commit.bytes * max_compression_ratio

@@ -547,15 +547,19 @@ def _rows(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
     Raises:
         ValueError: If two samples of the run come from the same row.
     """
-    sample_index_by_row = dict[str, int]()
+    sample_index_by_row_json = dict[str, int]()
     for sample_index, row_position in enumerate(run.shards.columns(["row"])["row"]):
         if row_position is None:
             continue
         if (
-            sample_index_by_row.setdefault(json.dumps(row_position, sort_keys=True), sample_index)
+            sample_index_by_row_json.setdefault(
+                json.dumps(row_position, sort_keys=True), sample_index
+            )
             != sample_index
         ):
             url = without_secrets(run.url)
             raise ValueError(f"{url}: sample {sample_index} has the row of another sample")
     schema = pyarrow.schema({"row": pyarrow.string(), index_column: pyarrow.int64()})
-    return pyarrow.table([[*sample_index_by_row], [*sample_index_by_row.values()]], schema=schema)
+    return pyarrow.table(
+        [[*sample_index_by_row_json], [*sample_index_by_row_json.values()]], schema=schema
+    )

@@ -87,7 +87,7 @@ class BatchOptions:
     size: int  # number of tokens in a batch
     hooks: Any = None  # names or globs of the hooks to read; None for all hooks
     shuffle: int | None = None  # seed of the order; None for the stored order
-    buffer: Any = None  # number of tokens in memory; None for a default
+    buffer: Any = None  # number of tokens in memory; None for the default of the run
     skip_first: int = 0  # number of tokens to leave out at the start of every sample
     max_norm: Any = None  # one limit, or a dict of limits by hook; None for no limit
     dtype: Any = None  # dtype of the activations in batches; None for the dtype of the dataset
@@ -222,7 +222,7 @@ class TokenSource:
 
     @cached_property
     def _sample_idx_and_order(self) -> tuple[np.ndarray, np.ndarray]:
-        """The `sample_idx` of all samples, and the indices that sort them: int64 (samples,)."""
+        """The `sample_idx` of all samples, and the indices that sort it, both int64 (samples,)."""
         all_sample_idx = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
         return all_sample_idx, np.argsort(all_sample_idx)
 

@@ -50,15 +50,16 @@ class Limits:
     """The largest differences between stored and computed states that rounding explains.
 
     Attributes:
-        row_error: Largest allowed root mean square of the relative errors of a row's tokens.
-        token_error: Largest error of a single token.
+        row_error: Largest allowed root mean square of the relative errors of a row's tokens. The
+            error of a token is relative to the norm of its computed state (see `token_errors`).
+        token_error: Largest allowed relative error of a single token.
         max_other_expert_fraction: Largest fraction of a row's tokens that may have larger errors,
             up to MAX_OTHER_EXPERTS_ERROR, because this program and the program that stored the row
             have chosen different experts for these tokens. 0 if the model has no experts, or if
             both programs compute in float32, so that rounding hardly changes the choice.
     """
 
-    row_error: float  # largest allowed root mean square of the tokens' relative errors
+    row_error: float  # largest allowed root mean square of the `token_errors` of a row
     token_error: float  # largest allowed error of a single token
     # Largest fraction of a row's tokens that may have larger errors because of other experts.
     max_other_expert_fraction: float

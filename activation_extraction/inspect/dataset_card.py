@@ -238,8 +238,8 @@ def _token_sentences(dataset: ActivationDataset) -> Iterator[str]:
     if text_options.roles:
         yield f"Only tokens with these roles are stored: {', '.join(text_options.roles)}."
     if text_options.drop_token_ids:
-        dropped_ids = ", ".join(map(str, text_options.drop_token_ids))
-        yield f"Tokens with these ids are left out: {dropped_ids}."
+        dropped_ids_text = ", ".join(map(str, text_options.drop_token_ids))
+        yield f"Tokens with these ids are left out: {dropped_ids_text}."
     if text_options.keep_columns:
         yield f"Columns kept from the data: {', '.join(map(_code, text_options.keep_columns))}."
 

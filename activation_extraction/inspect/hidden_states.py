@@ -374,16 +374,16 @@ def _numbered(folder: Path, glob: str, pattern: re.Pattern[str]) -> dict[int, Pa
     Raises:
         InputError: If two files belong to the same row.
     """
-    path_by_row: dict[int, Path] = {}
+    path_by_row_number: dict[int, Path] = {}
     for file_path in folder.glob(glob):
         name_match = pattern.fullmatch(file_path.name)
         if name_match is None:
             continue
         row_number = int(name_match[1])
-        if row_number in path_by_row:
-            raise InputError(f"{file_path}: has the same row as {path_by_row[row_number]}")
-        path_by_row[row_number] = file_path
-    return path_by_row
+        if row_number in path_by_row_number:
+            raise InputError(f"{file_path}: has the same row as {path_by_row_number[row_number]}")
+        path_by_row_number[row_number] = file_path
+    return path_by_row_number
 
 
 def _safetensors(path: Path) -> dict[str, np.ndarray]:

@@ -137,7 +137,7 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     documents_per_shard = max(
         num_tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
     )
-    first_document_of_shard = np.cumsum([0, *(commit.count for commit in shard_commits)])
+    first_document_index_of_shard = np.cumsum([0, *(commit.count for commit in shard_commits)])
     is_chosen_document = np.zeros(len(dataset), bool)
     chosen_documents: list[StoredSample] = []
     for shard_index in shard_indices:
@@ -145,11 +145,14 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
         first_index_in_shard = int(
             np.random.default_rng(shard_index).integers(max_first_index_in_shard + 1)
         )
-        first_chosen_document = first_document_of_shard[shard_index] + first_index_in_shard
-        stop_of_chosen_documents = min(
-            first_chosen_document + documents_per_shard, first_document_of_shard[shard_index + 1]
+        first_chosen_document_index = (
+            first_document_index_of_shard[shard_index] + first_index_in_shard
         )
-        is_chosen_document[first_chosen_document:stop_of_chosen_documents] = True
+        stop_document_index = min(
+            first_chosen_document_index + documents_per_shard,
+            first_document_index_of_shard[shard_index + 1],
+        )
+        is_chosen_document[first_chosen_document_index:stop_document_index] = True
         document_table = dataset.shards.sample_table(shard_index).slice(
             first_index_in_shard, documents_per_shard
         )

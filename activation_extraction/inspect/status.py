@@ -217,9 +217,9 @@ class Pace(NamedTuple):
         seconds_per_shard: Mean seconds per shard.
     """
 
-    tokens_per_second: float
-    samples_per_second: float
-    seconds_per_shard: float
+    tokens_per_second: float  # tokens that the host stores per second
+    samples_per_second: float  # samples that the host stores per second
+    seconds_per_shard: float  # mean time that a shard took
 
 
 def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:

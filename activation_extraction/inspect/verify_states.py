@@ -427,7 +427,8 @@ def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
     """Returns a message if the layers are not in the order of the computation, otherwise "".
 
     Args:
-        hooks: Hook that each layer should contain. Hooks that are not certain are ignored.
+        hooks: Hook that each layer should contain. Hooks that are only a guess (`is_certain` is
+            False) are ignored.
     """
     certain_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_certain]
     stream_numbers = [_stream_number(hook_name) for hook_name in certain_hook_names]

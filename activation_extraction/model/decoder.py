@@ -208,10 +208,10 @@ class Decoder:
                 stack_read_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
                 unstacked_params = layer_params
                 if unstacked_params is None:
-                    take_row = partial(
+                    take_row_of_stack = partial(
                         jax.lax.dynamic_index_in_dim, index=stack_row, keepdims=False
                     )
-                    unstacked_params = jax.tree.map(take_row, copied_stacks)
+                    unstacked_params = jax.tree.map(take_row_of_stack, copied_stacks)
                 stack_and_row_by_path = {
                     parameter_path: (stack, stack_row)
                     for parameter_path, stack in stack_read_in_place_by_path.items()

@@ -202,7 +202,8 @@ def _sum_on_device(
     if layout.size("expert") > 1:
         compute_expert_sum = partial(_sum_in_ring, layout.ring("expert"), compute_expert_sum)
     token_arrays = [
-        array.reshape(-1, array.shape[-1]) for array in (x, routing_weights, chosen_experts)
+        token_array.reshape(-1, token_array.shape[-1])
+        for token_array in (x, routing_weights, chosen_experts)
     ]
     expert_sums = compute_expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.

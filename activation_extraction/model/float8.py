@@ -82,8 +82,8 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
     )
     _reject_transforms(quantization_config, source)
     quant_method = str(quantization_config.get("quant_method"))
-    format_field, float8_format_names = METHODS.get(quant_method, ("quant_algo", ()))
-    weight_format = quantization_config.get(format_field)
+    name_of_format_field, float8_format_names = METHODS.get(quant_method, ("quant_algo", ()))
+    name_of_weight_format = quantization_config.get(name_of_format_field)
     config_groups = quantization_config.get("config_groups") or {}
     try:
         weight_settings_by_group = [
@@ -100,9 +100,9 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
         ]
     except (AttributeError, KeyError, TypeError):
         is_every_group_float8 = False
-    if not is_every_group_float8 or weight_format not in float8_format_names:
+    if not is_every_group_float8 or name_of_weight_format not in float8_format_names:
         quantization_in_words = (
-            f"{quant_method}, {weight_format}" if weight_format else quant_method
+            f"{quant_method}, {name_of_weight_format}" if name_of_weight_format else quant_method
         )
         raise InputError(
             f"{source}: quantization_config ({quantization_in_words:.80}): quantised checkpoints "

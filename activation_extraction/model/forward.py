@@ -195,9 +195,9 @@ class Forward(Program):
         """
         if all(isinstance(hook_key, int) for hook_key in self.hooks):
             return "layer"
-        key_texts = [str(hook_key) for hook_key in self.hooks]
+        hook_keys_as_text = [str(hook_key) for hook_key in self.hooks]
         hook_names = [hook.name for hook in self.hooks.values()]
-        return "hook name" if key_texts == hook_names else key_texts
+        return "hook name" if hook_keys_as_text == hook_names else hook_keys_as_text
 
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
         """Copies the activations of this host's rows from the devices to the host.
@@ -350,11 +350,11 @@ def bytes_of_step(program: Program) -> float:
             "the compiler does not report how much memory a step takes, which --batch_size auto "
             "and --plan need"
         )
-    activation_bytes = 2 * memory_analysis.output_size_in_bytes
+    activation_bytes_of_two_steps = 2 * memory_analysis.output_size_in_bytes
     return (
         memory_analysis.argument_size_in_bytes
         + memory_analysis.temp_size_in_bytes
-        + activation_bytes
+        + activation_bytes_of_two_steps
     )
 
 

@@ -191,20 +191,22 @@ def _block_plans(
     for block_start in range(0, max(map(len, kept_token_indices_of_devices)), tokens_per_block):
         block_stop = block_start + tokens_per_block
         device_token_indices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
-        indices_in_block = []
+        indices_in_block_of_devices = []
         indices_among_kept_tokens = []
         for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
             num_block_tokens = len(kept_token_indices[block_start:block_stop])
             device_token_indices[device_number, :num_block_tokens] = kept_token_indices[
                 block_start:block_stop
             ]
-            indices_in_block.append(device_number * tokens_per_block + np.arange(num_block_tokens))
+            indices_in_block_of_devices.append(
+                device_number * tokens_per_block + np.arange(num_block_tokens)
+            )
             indices_among_kept_tokens.append(
                 indices_among_kept_of_devices[device_number][block_start:block_stop]
             )
         yield _BlockPlan(
             device_token_indices,
-            np.concatenate(indices_in_block),
+            np.concatenate(indices_in_block_of_devices),
             np.concatenate(indices_among_kept_tokens),
         )
 

@@ -84,6 +84,7 @@ class Change(NamedTuple):
     a_key: str
     b_key: str
     scale: float  # factor of B @ A
+    # Whether A and B are stored transposed, under each other's key.
     has_exchanged_factors: bool = False
     expert_number: int = 0
     expert_count: int = 1  # number of experts in A and B
@@ -420,11 +421,11 @@ class LoraAdapter:
             InputError: If A or B has a wrong shape or rank, or it is unclear whether inputs and
                 outputs are exchanged.
         """
-        expert_tensor_pattern = f"{name}.{{expert}}.{{projection}}_proj.weight"
+        expert_tensor_template = f"{name}.{{expert}}.{{projection}}_proj.weight"
         is_transposed = False
         fused_down_shape = self._shape(f"{name}.down_proj")
         down_shape_of_first_expert = self._shape(
-            expert_tensor_pattern.format(expert=0, projection="down")
+            expert_tensor_template.format(expert=0, projection="down")
         )
         if fused_down_shape:
             expert_count, hidden_size, expert_width = fused_down_shape
@@ -482,7 +483,7 @@ class LoraAdapter:
             # If the experts are not fused, each has a tensor for gate and a tensor for up.
             if not fused_down_shape:
                 tensor_names = [
-                    expert_tensor_pattern.format(expert=expert_number, projection=projection)
+                    expert_tensor_template.format(expert=expert_number, projection=projection)
                     for projection in matrix_name.split("_")
                 ]
             for projection_number, tensor_name in enumerate(tensor_names):

@@ -166,11 +166,11 @@ def _with_axes(
         InputError: If the shape contradicts the axes or the number of devices.
     """
     mesh_shape_text = ",".join(map(str, mesh_shape))
-    num_dimensions = DIMENSIONS.get(mesh_type or "", len(mesh_shape))
-    if len(mesh_shape) != num_dimensions:
+    num_mesh_axes = DIMENSIONS.get(mesh_type or "", len(mesh_shape))
+    if len(mesh_shape) != num_mesh_axes:
         raise InputError(
             f"--mesh_shape {mesh_shape_text}: has {len(mesh_shape)} axes, --mesh_type has "
-            f"{num_dimensions}"
+            f"{num_mesh_axes}"
         )
     axis_names = tuple(mesh_axes or DEFAULT_AXES.get(len(mesh_shape), MESH_AXES))
     if len(axis_names) != len(mesh_shape):

@@ -70,7 +70,7 @@ class StepRequest:
 
     model: ModelOptions  # flags that name the model
     hooks: HookOptions  # flags that name the hooks
-    computing: ComputingOptions
+    computing: ComputingOptions  # flags about the mesh
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
     has_several_hosts: bool = False  # whether the run has several hosts
     # Bytes of memory of a device; None for the memory of this host's first device.

@@ -81,7 +81,8 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     return module.param(name, initialize_zeros, parameter_shape, module.dtype)
 
 
-# The result is cached, because tracing a model takes long, and a run asks for it several times.
+# A run needs the result several times. It is cached, because computing it requires tracing the
+# model, which takes long.
 @cache
 def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
     """Returns the shape and the logical axes of every parameter of a model, without allocating it.

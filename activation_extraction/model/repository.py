@@ -179,7 +179,7 @@ class Repository:
         return self._weight_file_by_name[name]
 
     def adapter_error(self) -> InputError:
-        """Returns the error for a repository that contains an adapter, but was given as a model."""
+        """Returns the error about an adapter's repository that is given as a model's repository."""
         base_model_name = read_json(self.file(ADAPTER.config_file)).get("base_model_name_or_path")
         return not_read.adapter_in_model(self.flag_and_path, ADAPTER.config_file, base_model_name)
 

@@ -86,12 +86,12 @@ class Rope:
             return cls(theta, rope_type, scaling_factor, share=rotated_share)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
-            range_of_turns = _llama3_turns(rope, source)
+            blended_range_in_turns = _llama3_turns(rope, source)
             return cls(
                 theta,
                 rope_type,
                 scaling_factor,
-                blended=range_of_turns,
+                blended=blended_range_in_turns,
                 trained=trained_length,
                 share=rotated_share,
             )

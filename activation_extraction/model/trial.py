@@ -333,18 +333,18 @@ def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tria
     segment_ids = _segments(DELTA_TOKENS)
     (num_key_heads,) = layout.shard_shape(("key_heads",), (delta_net_config.key_heads,))
     num_key_heads = min(num_key_heads, MAX_KEY_HEADS)
-    value_head_shape = num_key_heads, delta_net_config.values_per_key
+    value_heads_shape = num_key_heads, delta_net_config.values_per_key
     rng = np.random.default_rng(0)
     draw_normal = partial(_normal, rng, dtype, *segment_ids.shape)
     draw_float32_normal = partial(_normal, rng, jnp.float32, *segment_ids.shape)
     q = draw_normal(num_key_heads, delta_net_config.key_size)
     k = draw_normal(num_key_heads, delta_net_config.key_size)
-    v = draw_normal(*value_head_shape, delta_net_config.value_size)
-    decay_rates = np.geomspace(0.01, 1, math.prod(value_head_shape), dtype=np.float32)
-    log_decay = -decay_rates.reshape(value_head_shape) * jax.nn.softplus(
-        draw_float32_normal(*value_head_shape)
+    v = draw_normal(*value_heads_shape, delta_net_config.value_size)
+    decay_rates = np.geomspace(0.01, 1, math.prod(value_heads_shape), dtype=np.float32)
+    log_decay = -decay_rates.reshape(value_heads_shape) * jax.nn.softplus(
+        draw_float32_normal(*value_heads_shape)
     )
-    beta = jax.nn.sigmoid(draw_float32_normal(*value_head_shape))
+    beta = jax.nn.sigmoid(draw_float32_normal(*value_heads_shape))
     yield Trial(token_by_token, (q, k, v, log_decay, beta, segment_ids), segment_ids > 0)
 
 

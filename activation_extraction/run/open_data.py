@@ -126,15 +126,17 @@ def _recorded_metadata(
             The revision of the data set in the first such metadata; "" if no metadata names this
                 data set.
     """
-    metadata_of_dataset = [
+    metadata_of_same_dataset = [
         metadata
         for metadata in earlier_metadata
         if identity_of(metadata, METADATA).data == data_description
     ]
     recorded_revision = (
-        identity_of(metadata_of_dataset[0], METADATA).data_revision if metadata_of_dataset else ""
+        identity_of(metadata_of_same_dataset[0], METADATA).data_revision
+        if metadata_of_same_dataset
+        else ""
     )
-    return metadata_of_dataset, recorded_revision
+    return metadata_of_same_dataset, recorded_revision
 
 
 def _check_reader(flag_and_name: str, recorded_metadata: Sequence[Mapping[str, Any]]) -> None:

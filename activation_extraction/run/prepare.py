@@ -539,9 +539,11 @@ def plan_storage(
         max_samples=worker.share_of(storage_options.max_samples),
         max_tokens=worker.share_of(storage_options.max_tokens),
     )
-    facts_by_code_hook = {encoder.hook.name: encoder.metadata() for encoder in forward.encoders}
+    encoder_metadata_by_hook_name = {
+        encoder.hook.name: encoder.metadata() for encoder in forward.encoders
+    }
     facts_by_hook_key = {
-        hook_key: facts_by_code_hook.get(hook.name) or hook.metadata(forward.sizes)
+        hook_key: encoder_metadata_by_hook_name.get(hook.name) or hook.metadata(forward.sizes)
         for hook_key, hook in forward.hooks.items()
     }
     return ActivationStorage(

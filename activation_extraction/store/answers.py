@@ -95,7 +95,7 @@ class Failure(NamedTuple):
     """The failure of a request to a store: its kind, and the reason in words.
 
     Attributes:
-        kind: Kind of the reason, such as `FailureKind.MISSING`. It decides the exception to raise.
+        kind: Kind of the failure, such as `FailureKind.MISSING`. It decides the exception to raise.
         reason: Reason for the user, as one line: the code and message of the store's answer or, if
             the store did not answer, the reason why it did not. It contains no URL and nothing else
             that may contain secrets.
@@ -103,7 +103,7 @@ class Failure(NamedTuple):
             is unknown.
     """
 
-    kind: FailureKind  # kind of the reason
+    kind: FailureKind  # kind of the failure, which decides the exception to raise
     reason: str  # reason in words, for the user
     http_status: int = 0  # HTTP status of the answer; 0 if it is unknown
 

@@ -177,9 +177,9 @@ def read_samples(
     """
     hooks = _hooks_of(run_log, commit)
     reader = open_shard(folder, commit, hooks)
-    tokens_by_sample = _tokens_of(reader, run_log, commit, sample_indices)
+    tokens_of_samples = _tokens_of(reader, run_log, commit, sample_indices)
     chosen_samples = []
-    for sample_index, tokens in zip(sample_indices, tokens_by_sample, strict=True):
+    for sample_index, tokens in zip(sample_indices, tokens_of_samples, strict=True):
         start_token_index, stop_token_index = reader.offsets[
             sample_index : sample_index + 2
         ].tolist()

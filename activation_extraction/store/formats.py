@@ -173,6 +173,7 @@ class ShardFormat:
     suffix: str  # end of the names of files in this format, such as ".pkl.gz"
     serialize: Callable[[Shard, str], list[memoryview]]  # its arguments: shard, id of the writer
     is_compressed: bool = False  # whether the bytes are compressed with gzip
+    # Function of (shard, buffers of its file); None if such files are only read whole.
     checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 
     def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:

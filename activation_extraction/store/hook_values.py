@@ -237,9 +237,10 @@ class HookValues(ABC):
         Returns:
             A tuple of:
                 The values of each sample, in the stored form.
-                The encoding errors, measured on some of the tokens: a dict with the error of the
-                first tokens of samples (position 0) under the key "sinks", and the error of all
-                other tokens under "others". It is empty if `is_encoded` is False.
+                The encoding errors (see `EncodingError`), measured on some of the tokens: a dict
+                with the error of the first tokens of samples (position 0) under the key "sinks",
+                and the error of all other tokens under "others". It is empty if `is_encoded` is
+                False.
         """
         return samples, {}
 
@@ -413,6 +414,7 @@ class DenseValues(HookValues):
             numbers: Other float32 numbers, such as entropies and log-probabilities.
     """
 
+    # Meaning of the values, one of the words that the docstring explains.
     meaning: Literal["activations", "integers", "loss", "numbers"] = "activations"
     is_array = True
     is_encoded = False

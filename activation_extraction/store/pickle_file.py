@@ -101,9 +101,12 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     pickled_buffers = _BufferList()
     _Pickler(pickled_buffers, protocol=5).dump(records_of(shard))
     if writer:
-        writer_bytes = writer.encode()
+        writer_id_bytes = writer.encode()
         writer_instructions = (
-            pickle.BINUNICODE + struct.pack("<I", len(writer_bytes)) + writer_bytes + pickle.POP
+            pickle.BINUNICODE
+            + struct.pack("<I", len(writer_id_bytes))
+            + writer_id_bytes
+            + pickle.POP
         )
         first_buffer = pickled_buffers[0]
         pickled_buffers[:1] = [
@@ -211,7 +214,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         if hook_key in records_by_key
     }
     try:
-        values_by_key = {
+        values_by_hook_key = {
             hook_key: [
                 hook_values.from_record(sample_record) for sample_record in records_by_key[hook_key]
             ]
@@ -232,7 +235,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-    return Shard(shard_samples, stored_hooks, values_by_key)
+    return Shard(shard_samples, stored_hooks, values_by_hook_key)
 
 
 class UnsafeError(RunError):

@@ -101,7 +101,8 @@ class Repair:
         num_samples_to_read: Number of the host's samples after which reading stops, counted from
             its first sample. None to read all the data, and for a program with a loop of its own.
         num_samples_to_add: Number of samples that a program with a loop of its own must add again:
-            all up to the last one that is or was stored. 0 for a run on a data set.
+            all samples up to the last one that is stored, or was stored and is lost. 0 for a run on
+            a data set.
         previous_metadata: Content of metadata.json before the repair, of which `revised` keeps most
             fields. Empty if metadata.json was missing, or if there are no gaps.
     """

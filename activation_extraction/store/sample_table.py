@@ -230,8 +230,8 @@ def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Arr
 def _array_or_none(values: Sequence[Any]) -> pyarrow.Array | None:
     """Converts the values of a column to an array of the type that pyarrow infers from them.
 
-    None is returned if pyarrow cannot infer a type, if the type contains too many lists and fields
-    of structs, or if it contains an empty struct, which Parquet cannot store.
+    None is returned if pyarrow cannot infer a type, if the type contains more than MAX_FIELDS lists
+    and fields of structs, or if it contains an empty struct, which Parquet cannot store.
 
     Args:
         values: Value of each sample.

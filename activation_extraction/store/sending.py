@@ -107,7 +107,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     start_time = time.monotonic()
     last_check_time = start_time
     silent_seconds = 0.0
-    next_log_seconds = LOGGED_AFTER
+    waited_seconds_at_next_log = LOGGED_AFTER
     while not wait([write_future], min(CHECK_SECONDS, patience.max_silent_seconds / 4)).done:
         check_time = time.monotonic()
         has_unsent_bytes = is_sending()
@@ -123,8 +123,8 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             if silent_seconds:
                 time_in_words = f"for {silent_seconds:.0f} s after the last byte"
             raise FolderError(f"no answer {time_in_words}", is_permanent=False)
-        if waited_seconds >= next_log_seconds:
-            next_log_seconds *= 2
+        if waited_seconds >= waited_seconds_at_next_log:
+            waited_seconds_at_next_log *= 2
             log_level, state_in_words = STATES[has_unsent_bytes]
             log.log(
                 log_level,

@@ -92,13 +92,13 @@ class Shard:
             encoding errors by the key of the hook. The errors are an empty dict at a hook whose
             values are not encoded.
         """
-        encoded_values_by_key: dict[Key, list[Any]] = {}
-        errors_by_key: dict[Key, ErrorByTokenKind] = {}
+        encoded_values_by_hook_key: dict[Key, list[Any]] = {}
+        errors_by_hook_key: dict[Key, ErrorByTokenKind] = {}
         for hook_key, hook_values in self.hooks.items():
-            encoded_values_by_key[hook_key], errors_by_key[hook_key] = hook_values.encode(
+            encoded_values_by_hook_key[hook_key], errors_by_hook_key[hook_key] = hook_values.encode(
                 self.values[hook_key], self.positions, threads
             )
-        return replace(self, values=encoded_values_by_key), errors_by_key
+        return replace(self, values=encoded_values_by_hook_key), errors_by_hook_key
 
     def measure(
         self, errors: Mapping[Key, ErrorByTokenKind], threads: Executor
@@ -125,22 +125,24 @@ class Shard:
             for sample_slice in slices_of(self.values[hook_key]):
                 keys_of_slices.append(hook_key)
                 sample_slices.append(sample_slice)
-        sums_by_key: dict[Key, Any] = {}
+        sums_by_hook_key: dict[Key, Any] = {}
         for hook_key, slice_sums in zip(
             keys_of_slices, threads.map(self._sums, keys_of_slices, sample_slices), strict=True
         ):
-            sums_by_key[hook_key] = (
-                sums_by_key[hook_key].merge(slice_sums) if hook_key in sums_by_key else slice_sums
+            sums_by_hook_key[hook_key] = (
+                sums_by_hook_key[hook_key].merge(slice_sums)
+                if hook_key in sums_by_hook_key
+                else slice_sums
             )
         hook_descriptions = []
-        for hook_key, hook_sums in sums_by_key.items():
+        for hook_key, hook_sums in sums_by_hook_key.items():
             hook_statistics = replace(hook_sums.statistics, error=errors[hook_key])
             if not hook_statistics.finite:
                 self._refuse_not_finite(hook_key)
             hook_description = self.hooks[hook_key].to_json(self.values[hook_key][0])
             hook_descriptions.append(hook_description | hook_statistics.to_json())
         sums_by_hook_name = {
-            hook_values.name: sums_by_key[hook_key]
+            hook_values.name: sums_by_hook_key[hook_key]
             for hook_key, hook_values in self.hooks.items()
             if hook_values.is_array
         }

@@ -26,7 +26,8 @@ class SourceCheck:
     def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:
         self._sources = sources
         self._commits = commits
-        # Number of commits at the time of the last check that found no change.
+        # Number of commits that existed when the source files were last found unchanged. The error
+        # about a change names the shards that were committed since then.
         self._num_checked_commits = 0
 
     def check(self, samples: Sequence[ShardSample]) -> None:

@@ -19,8 +19,9 @@ KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the encoding errors of each hook that is stored as float8.
 
-    Only the MAX_LISTED_HOOKS hooks with the largest mean errors are listed. One more line counts
-    the remaining hooks.
+    The error of a token is relative to the norm of its activation (see `EncodingError`). Only the
+    MAX_LISTED_HOOKS hooks with the largest mean errors, not counting the first tokens of samples,
+    are listed. One more line counts the remaining hooks.
 
     Args:
         statistics: Statistics by the full names of the hooks.

@@ -246,7 +246,7 @@ def _whole_samples(
         try:
             for row in islice(unread_rows, max_chunk_rows):
                 chunk_rows.append(row)
-        except RunError as error:  # raised again after the samples of earlier rows
+        except RunError as error:  # raised once the samples of earlier rows are yielded
             read_error = error
         is_last_chunk = read_error is not None or len(chunk_rows) < max_chunk_rows
         document_contents = [row.document.content for row in chunk_rows if row.document is not None]

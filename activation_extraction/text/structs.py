@@ -39,9 +39,10 @@ def as_structs(value: Any, feature: Any = None) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value without the keys that are null in its Structs, at all levels of nesting.
+    """Leaves out the keys with null values of all Structs in a value, at all levels of nesting.
 
-    Nulls in other objects and in lists stay, because somebody wrote them.
+    A Struct is an object of Arrow, in which null may stand for a missing key. Nulls in other
+    objects and in lists stay, because somebody wrote them.
     """
     if isinstance(value, dict):
         drops_nulls = isinstance(value, Struct)
