@@ -49,7 +49,7 @@ class Object(NamedTuple):
         etag: ETag with quotes, which is made of the modification time and the size of the file.
     """
 
-    path: Path  # of the file
+    path: Path  # path of the file
     num_bytes: int  # size of the file in bytes
     etag: str  # ETag with quotes, which is made of the modification time and the size of the file
 
