@@ -74,9 +74,9 @@ class Embedding(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig
-    dtype: Any
-    layout: Layout
+    config: ModelConfig  # configuration of the model
+    dtype: Any  # dtype of the vectors
+    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
 
     def setup(self) -> None:
         self.weight = parameter(self, "weight", "VD")
@@ -121,10 +121,10 @@ class SelfAttention(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig
-    dtype: Any
-    attention: Attention
-    layout: Layout
+    config: ModelConfig  # configuration of the model
+    dtype: Any  # dtype of weights and of the operands of matrix products
+    attention: Attention  # function that computes attention from queries, keys and values
+    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
 
     def setup(self) -> None:
         make_linear = partial(Linear, self.config, dtype=self.dtype)
@@ -425,10 +425,10 @@ class Qwen2(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig
-    dtype: Any = jnp.float32
-    kernels: Kernels = Kernels()
-    layout: Layout = Layout()
+    config: ModelConfig  # configuration of the model
+    dtype: Any = jnp.float32  # dtype of weights and of the operands of matrix products
+    kernels: Kernels = Kernels()  # functions that compute attention, experts and delta nets
+    layout: Layout = Layout()  # mesh of devices, and the rules for splitting arrays along its axes
 
     @property
     def num_layers(self) -> int:

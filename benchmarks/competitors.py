@@ -217,6 +217,7 @@ class Shards:
 
     folder: Path  # folder of the shards
     hooks: Sequence[str]  # names of the hooks, in the order of the values that `add` takes
+    # Way to use transformers, which determines the dtype of stored values and the compression.
     way: Way
     written_bytes: int = 0  # total size in bytes of the files written so far
     _num_written_shards: int = 0

@@ -113,9 +113,9 @@ class Bench:
     """
 
     folder: Path  # folder of the model, the documents and the outputs
-    parsed_flags: argparse.Namespace
-    model_config: ModelConfig
-    documents: list[list[int]]
+    parsed_flags: argparse.Namespace  # parsed flags of this script
+    model_config: ModelConfig  # configuration of the model
+    documents: list[list[int]]  # token ids of each document
 
     @property
     def layers(self) -> list[int]:

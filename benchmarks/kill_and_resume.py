@@ -138,6 +138,7 @@ class Extraction:
     environment: Mapping[str, str] = field(default_factory=dict)
     # Whether the batch size, the mesh and the number of devices are random at every start.
     varies_settings: bool = False
+    # Generator of all random choices.
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     num_starts: int = 0  # number of times that the extraction was started so far
 
@@ -252,8 +253,8 @@ class Sample(NamedTuple):
 
     # Token ids and positions of the sample's stored tokens.
     ids_and_positions: tuple[list[int], list[int]]
-    facts: SampleFacts
-    activations_by_hook_key: Mapping[Any, Any]
+    facts: SampleFacts  # row of the sample in the table of samples
+    activations_by_hook_key: Mapping[Any, Any]  # key of a hook -> activations (tokens, width)
 
 
 def samples_in(*urls: object) -> dict[int, Sample]:

@@ -36,9 +36,9 @@ class StoredObject(NamedTuple):
         content: Bytes of the object. Empty if there are more than MAX_KEPT_BYTES.
     """
 
-    num_bytes: int
+    num_bytes: int  # size in bytes
     generation: int  # generation number, as Google Cloud Storage defines it
-    content: bytes
+    content: bytes  # bytes of the object
 
 
 class NullBucketHandler(BaseHTTPRequestHandler):
@@ -55,7 +55,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     # With Nagle's algorithm, the body of a response would be sent 40 ms after its headers.
     disable_nagle_algorithm = True
-    objects: dict[str, StoredObject] = {}
+    objects: dict[str, StoredObject] = {}  # name of an object -> the object
     generation_numbers = count(1)
     write_lock = Lock()
 

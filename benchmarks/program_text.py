@@ -48,9 +48,9 @@ class Instruction(NamedTuple):
         line: Whole text of the instruction, with its attributes.
     """
 
-    name: str
+    name: str  # name of the instruction, with its leading "%"
     result: str  # text of the result's dtype, shape and layout
-    opcode: str
+    opcode: str  # opcode, such as "fusion"
     operands: list[str]  # names of the instructions whose results are the operands
     line: str  # whole text of the instruction
 

@@ -414,7 +414,8 @@ class Scenario(NamedTuple):
             the number of bytes that it has read.
     """
 
-    runs: list[Run]
+    runs: list[Run]  # runs that are read
+    # Function without arguments that opens the runs and returns the function to measure.
     prepare: Callable[[], Callable[[], int]]
 
 

@@ -69,8 +69,8 @@ class Compiled(NamedTuple):
     """
 
     program: Program
-    step_plan: StepPlan
-    program_text: ProgramText
+    step_plan: StepPlan  # cost of a step on each chip
+    program_text: ProgramText  # parsed text of the compiled program
     memory_analysis: Any  # memory analysis of the compiler, as JAX returns it
 
     @property

@@ -78,6 +78,7 @@ class Flag:
         may_differ_by_host: Whether the value may differ between the hosts of a run.
     """
 
+    # Arguments of argparse's `add_argument` by name. `type` is a parser of values.py.
     argparse_options: dict[str, Any]
     group: Group | None = None  # group of the flag in --help
     needs: str = ""  # names of other flags, of which this flag needs one

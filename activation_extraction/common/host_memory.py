@@ -35,6 +35,7 @@ class _FileNames(NamedTuple):
 
     limit_file: str  # name of the file with the limit in bytes
     usage_file: str  # name of the file with the bytes in use
+    # Name of the field with the bytes of the file cache that the kernel reclaims first.
     reclaimable_field_name: str
 
 
@@ -68,9 +69,9 @@ class _MountedGroup(NamedTuple):
         file_names: Names of the files in these folders.
     """
 
-    cgroup_folder: Path
-    mount_folder: Path  # folder where the cgroup hierarchy is mounted
-    file_names: _FileNames
+    cgroup_folder: Path  # folder of the control group
+    mount_folder: Path  # folder where the hierarchy is mounted
+    file_names: _FileNames  # names of the files in the folders of control groups
 
 
 def host_memory() -> int:

@@ -48,10 +48,10 @@ class Positions:
     start: int | None = None  # start of the slice of positions
     stop: int | None = None  # end of the slice, exclusive
     step: int = 1  # step of the slice
-    num_random_positions: int | None = None
+    num_random_positions: int | None = None  # number of positions to choose at random
     probability: float | None = None  # probability with which a position is kept
     seed: int = 0  # seed of the random choice
-    last_of_turn: bool = False
+    last_of_turn: bool = False  # whether to keep the last position of each turn
 
     def expected(self, length: int) -> float:
         """Returns the expected number of kept tokens in a sample.

@@ -115,7 +115,8 @@ class OpenShards:
     url: str  # URL of the run, with its secrets
     is_local: bool  # whether the files of the run are on this machine
     shards: list[tuple[str, Commit]]  # name of the host's folder, and commit of the shard
-    hooks: ByHook[HookValues]  # full name of a hook that is read -> its dtype, width and encoding
+    # Dtype, width and encoding of every hook that is read, by the name of the hook.
+    hooks: ByHook[HookValues]
 
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]

@@ -303,7 +303,7 @@ class Block(NamedTuple):
             ascend.
     """
 
-    tokens: TokenBatch
+    tokens: TokenBatch  # tokens with their activations
     wanted_rows: np.ndarray  # indices of the wanted tokens in `tokens`
 
 
@@ -387,8 +387,8 @@ class SampleActivations(SampleFacts):
             (tokens,). None if the run has no turns.
     """
 
-    activations: ByHook[np.ndarray]
-    token_ids: np.ndarray
+    activations: ByHook[np.ndarray]  # values at each hook, (tokens, width)
+    token_ids: np.ndarray  # ids of the stored tokens, int32 (tokens,)
     position: np.ndarray  # index of each token in the sample
     role: np.ndarray | None = None  # index in ROLES of each token's role
     turn: np.ndarray | None = None  # number of each token's turn

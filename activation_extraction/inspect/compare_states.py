@@ -115,7 +115,7 @@ class HookMatch(NamedTuple):
     largest_token_error: float  # largest error of a single compared token
     hook_name: str
     token_offset: int
-    num_other_expert_tokens: int
+    num_other_expert_tokens: int  # number of tokens that are left out because of different experts
 
     def within(self, limits: Limits) -> bool:
         """Returns whether rounding explains the errors.
@@ -241,7 +241,7 @@ class Alignment(NamedTuple):
     """
 
     row_number: int  # number of the row whose sample was computed
-    hook_name: str
+    hook_name: str  # name of the hook at which the states were computed
     token_offset: int
     is_matching_state: np.ndarray
 

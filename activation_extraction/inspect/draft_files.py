@@ -189,6 +189,7 @@ class DraftFormat(ExportFormat):
     """
 
     needs_every_token = True
+    # Globs of the names of the hooks whose values the trainer reads.
     hook_globs: ClassVar[tuple[str, ...]]
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:

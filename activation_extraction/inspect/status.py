@@ -76,6 +76,7 @@ class HostState:
     bytes: int = 0  # size of the stored files of activations
     last_commit: float | None = None  # Unix time of the last commit
     last_sign: float | None = None  # Unix time of the last write to the folder's log
+    # Speed over the last RECENT_SHARDS shards, without pauses between processes.
     tokens_per_second: float | None = None
     utilisation: float | None = None  # computed FLOP/s, as a fraction of the devices' peak
     waited: dict[str, float] = field(default_factory=dict)  # phase of storing -> seconds waited

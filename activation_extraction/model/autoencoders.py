@@ -115,15 +115,15 @@ class Autoencoder:
     W_dec: np.ndarray  # (F, O) for F features and O values of the hook that is reconstructed
     b_dec: np.ndarray  # (O,), one for each value of the hook that is reconstructed
     files: tuple[Path, ...]  # the local paths of the files that were read
-    repository: Repository
+    repository: Repository  # repository of the files
     dtype: np.dtype  # dtype of matrix products
     k: int | None = None  # largest number of active features of a token; None for no limit
-    uses_relu: bool = True
+    uses_relu: bool = True  # whether only features with a positive `pre` are active
     threshold: np.ndarray | None = None  # threshold of each feature, (F,)
     score_factor: np.ndarray | None = None  # factor of each feature's `pre` in `score`, (F,)
     # (O, D) for O values of the hook that is reconstructed and D values of the hook that is read.
     W_skip: np.ndarray | None = None
-    subtracts_b_dec: bool = False
+    subtracts_b_dec: bool = False  # whether b_dec is subtracted from the input
     # Normalisation of the input: "none", "constant_norm_rescale" or "layer_norm".
     normalisation: str = "none"
 
@@ -160,7 +160,7 @@ class AutoencoderFiles:
     """
 
     name: str  # the autoencoder as the user gave it to --encode
-    repository: Repository
+    repository: Repository  # repository that contains the files
     folder_in_repository: str
     layer_digits: str  # the number of the layer as text; "" if it is unknown
     paths_read: list[Path] = field(default_factory=list)  # local paths of the files read so far
@@ -654,6 +654,7 @@ class Format(NamedTuple):
             of the layer; a name without "{}" is the same for all layers.
     """
 
+    # Function that converts an autoencoder of this format.
     convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
     config_file: str | None  # name of the configuration file; None if the format has none
     weights_file: str  # name of the file with the tensors; {} stands for the number of the layer

@@ -59,8 +59,8 @@ class Decoder:
             None in a model without windows.
     """
 
-    config: ModelConfig
-    module_by_type: Mapping[str, Any]  # type of layer -> Flax module of a layer
+    config: ModelConfig  # configuration of the model
+    module_by_type: Mapping[str, Any]  # type of layer -> its module
 
     @property
     def has_several_types(self) -> bool:

@@ -63,7 +63,7 @@ class Encoder:
         max_codes: The largest number of features that are kept for each token.
     """
 
-    autoencoder: Autoencoder
+    autoencoder: Autoencoder  # autoencoder with its weights on the host
     source_hook: Hook  # hook whose values are encoded
     target_hook: Hook  # hook whose values are reconstructed
     max_codes: int  # largest number of features that are kept for each token

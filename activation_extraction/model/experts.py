@@ -130,7 +130,8 @@ class Experts(nn.Module):
 
     config: Any  # configuration of the model
     dtype: Any  # dtype of the weights
-    compute_expert_sum: ExpertSum  # computes the weighted sum of a token's expert results
+    # Function that computes the weighted sum of the results of each token's experts.
+    compute_expert_sum: ExpertSum
     layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
 
     def setup(self) -> None:

@@ -55,6 +55,7 @@ class Float8Format(NamedTuple):
     """
 
     block_size: tuple[int, int] = (128, 128)  # rows and columns of a block
+    # Dtypes that scales may have, by their names in safetensors.
     scale_dtype_names: tuple[str, ...] = SCALE_DTYPE_NAMES
 
 

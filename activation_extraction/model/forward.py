@@ -68,6 +68,7 @@ class Program:
     """
 
     model: HookedModel  # hooked model on its mesh
+    # Shape, logical axes and checkpoint tensors of each parameter of the model.
     weights: WeightTable
     rows: HostRows  # shardings of rows and activations
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)

@@ -102,7 +102,7 @@ class HookKind:
             tokens in `logits.top_ids`; 1 if every factor has a letter.
     """
 
-    name: str
+    name: str  # canonical name
     letters: str  # one letter for each axis of the values of a token, such as "NH"
     intermediate_path: str
     modules: tuple[str, ...] = ()  # names of the same values in Hugging Face
@@ -268,7 +268,7 @@ class HookTable:
         vocabulary_size: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 
-    kinds: tuple[HookKind, ...]
+    kinds: tuple[HookKind, ...]  # kinds of hooks, in the order in which they are computed
     layer_types: tuple[str, ...] = ()  # type of each layer; () for a family of models
     vocabulary_size: int = 0  # number of tokens in the vocabulary; 0 if it is unknown
 

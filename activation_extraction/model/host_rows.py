@@ -41,7 +41,7 @@ class HostRows:
             that a program can use both meshes.
     """
 
-    mesh: Mesh
+    mesh: Mesh  # mesh with the axes "host" and "device"
 
     @property
     def hosts(self) -> int:

@@ -81,15 +81,15 @@ class Change(NamedTuple):
         is_transposed: Whether the tensor of the base model has the shape (in, out).
     """
 
-    a_key: str
-    b_key: str
+    a_key: str  # key of A (r, in) in the adapter
+    b_key: str  # key of B (out, r) in the adapter
     scale: float  # factor of B @ A
     # Whether A and B are stored transposed, under each other's key.
     has_exchanged_factors: bool = False
     expert_number: int = 0
-    expert_count: int = 1  # number of experts in A and B
+    expert_count: int = 1  # number of experts in A and B; 1 for matrices without experts
     first_row_of_b: int = 0  # index of the row of B for row 0 of the tensor
-    is_transposed: bool = False
+    is_transposed: bool = False  # whether the tensor of the base model has the shape (in, out)
 
 
 class LoraAdapter:

@@ -136,18 +136,18 @@ class ModelConfig:
             checkpoint has no float8 weights.
     """
 
-    model_type: str
+    model_type: str  # name of the model's family in config.json, such as "qwen2"
     vocab_size: int  # number of tokens in the vocabulary
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
+    hidden_size: int  # width of the residual stream
+    intermediate_size: int  # width of an MLP; 0 in a family without MLPs
+    num_hidden_layers: int  # number of layers
     num_attention_heads: int  # number of query heads of a layer
     num_key_value_heads: int  # number of key/value heads of a layer
     head_dim: int  # size of a head of attention
     rope: Rope  # rotary embedding
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
+    rms_norm_eps: float  # number that norms add to the mean square of a vector
+    max_position_embeddings: int  # number of positions that config.json states
+    tie_word_embeddings: bool  # whether the head of the model is its embedding
     # The number of tokens that a token sees in layers with a sliding window; None without windows.
     sliding_window: int | None
     sliding_layers: tuple[int, ...]  # numbers of the layers whose attention has a window
@@ -156,9 +156,10 @@ class ModelConfig:
     qk_norm: bool  # whether queries and keys are normalised
     q_gate: bool = False  # whether q_proj also computes a gate
     norm_offset: float = 0.0  # number that is added to the weights of norms
-    experts: ExpertsConfig | None = None
-    sparse_layers: tuple[int, ...] = ()  # numbers of the layers with experts
-    delta: DeltaNet | None = None
+    experts: ExpertsConfig | None = None  # sizes of the experts in `sparse_layers`
+    # Numbers of the layers that have experts in place of an MLP.
+    sparse_layers: tuple[int, ...] = ()
+    delta: DeltaNet | None = None  # sizes of the delta net in layers without attention
     chunk: int | None = None  # longest row length without dual-chunk attention
     weights: str | None = None  # description of float8 weights; also a key in metadata.json
 

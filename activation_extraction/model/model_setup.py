@@ -76,6 +76,7 @@ class StepRequest:
     # Bytes of memory of a device; None for the memory of this host's first device.
     device_memory_bytes: float | None = None
     planned_devices: Sequence[Any] | None = None  # devices of --plan; None for this machine's
+    # Autoencoders that --encode names, in the order of the flag.
     autoencoders: tuple[Autoencoder, ...] = ()
 
 

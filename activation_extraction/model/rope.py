@@ -50,9 +50,9 @@ class Rope:
 
     # The names of these fields are also keys in metadata.json.
     theta: float
-    rope_type: str = "default"
+    rope_type: str = "default"  # type of the scaling, one of TYPES
     factor: float = 1.0  # length of the scaled context divided by the length of the trained one
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # factor for rotated queries and keys with YaRN
     # Range of blended frequencies: indices of frequencies with YaRN, numbers of turns with Llama
     # 3.1. None for other types.
     blended: tuple[float, float] | None = None

@@ -59,7 +59,7 @@ class StepCost(NamedTuple):
             `expert` in seconds.
     """
 
-    layout: Layout
+    layout: Layout  # layout of the mesh
     memory_bytes: float  # bytes of memory that a device needs
     product_seconds: float  # duration of the matrix products
     hbm_seconds: float  # duration of reading and writing the device's memory
@@ -85,11 +85,11 @@ class CostModel:
         encoders: Encoders of the autoencoders whose codes the step computes.
     """
 
-    model: HookedModel
-    weights: WeightTable
+    model: HookedModel  # model with its hooks
+    weights: WeightTable  # path of each parameter of the model -> its shape, axes and tensors
     num_rows: int  # rows in a step, of all hosts together
     row_length: int  # in tokens
-    encoders: Sequence[Encoder] = ()
+    encoders: Sequence[Encoder] = ()  # encoders of the autoencoders whose codes the step computes
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> StepCost:
         """Estimates the cost of the step.

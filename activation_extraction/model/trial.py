@@ -61,9 +61,10 @@ class Trial(NamedTuple):
             last axis. Vectors of padding are not compared.
     """
 
-    exact_function: Callable[..., Any]
+    exact_function: Callable[..., Any]  # slow function that defines the result
     arguments: tuple[Any, ...]  # arguments of `exact_function` and of the kernel to be tried
-    compared_mask: Array  # whether each vector of the result is compared
+    # Mask of the vectors to compare, bool, in the shape of the result without its last axis.
+    compared_mask: Array
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ class WeightFile(ABC):
 
     name: str  # name of the file, without folders
     location: str  # path or URL of the file
-    byte_count: int
-    values_at_once: int  # approximate number of values to read in one call of `read`
+    byte_count: int  # size of the file in bytes
+    # Approximate number of values that a caller of `read` should read at a time.
+    values_at_once: int
 
     @cached_property
     def header(self) -> Header:

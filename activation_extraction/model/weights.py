@@ -81,6 +81,7 @@ class WeightSpec:
     shape: tuple[int, ...]  # shape of the parameter
     logical_axes: tuple[str, ...]  # logical axis of each dimension of the parameter
     hf_names: tuple[str, ...]  # names of the checkpoint's tensors that are stacked
+    # Number of leading axes ("layers", "experts") along which the parameter is a stack of tensors.
     num_stacked_axes: int = 0
     # Slice of each tensor that belongs to the parameter; None for whole tensors.
     tensor_slice: TensorSlice | None = None

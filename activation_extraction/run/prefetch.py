@@ -29,7 +29,7 @@ class _End(Generic[R]):
         error: The exception that the generator has raised. None if it has returned.
     """
 
-    result: R | None = None
+    result: R | None = None  # value that the generator has returned
     error: BaseException | None = None  # exception that the generator has raised
 
 

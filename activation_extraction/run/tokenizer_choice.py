@@ -53,7 +53,7 @@ class ChosenTemplates(NamedTuple):
             Empty if there is no template.
     """
 
-    repository: Repository
+    repository: Repository  # files of the model or the adapter, from which the templates are read
     source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
 
 

@@ -70,7 +70,7 @@ class Device:
 
     id: int  # the number of the device in its machine
     platform: str  # "tpu" or "gpu"
-    device_kind: str
+    device_kind: str  # key of the chip in `model.devices.CHIPS`
     process_index: int  # the number of the host of the device
 
     def memory_stats(self) -> dict[str, float]:

@@ -138,8 +138,8 @@ class HookValues(ABC):
 
     key: Key  # key of the hook in pickles: layer number or selected name
     name: str  # full name of the hook
-    width: int
-    stored_dtype: str
+    width: int  # number of values of a token; for codes, number of all features
+    stored_dtype: str  # name of the dtype of the values in files
 
     # The following members describe the values.
 
@@ -650,7 +650,7 @@ class CodeValues(HookValues):
             writes codes, which does not need this number.
     """
 
-    max_features_per_token: int
+    max_features_per_token: int  # largest number of features stored for a token
     dtype = FLOAT32
     are_activations = False  # the values are codes
     is_array = False  # users get the values as `Codes`

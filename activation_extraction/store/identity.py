@@ -116,6 +116,7 @@ class Identity:
     data: str = ""  # name of the data set; "files" for files
     data_revision: str = ""  # commit of the data set on the hub; "" for files
     chat_template: str = ""  # digest of the chat template and its arguments; "" for none
+    # Special tokens that each text gets, such as "text + <|endoftext|>"; "" for none.
     special_tokens: str = ""
     text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)  # flags about text
     storage: StorageOptions = StorageOptions()  # flags about shards
@@ -433,6 +434,7 @@ class RunFacts:
         sources: Files of the data set. None if the samples do not come from files.
     """
 
+    # Further fields of metadata.json by name, with values that JSON can represent.
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # Key of a hook -> facts about the hook by name, such as its aliases.
     hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)

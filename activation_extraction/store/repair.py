@@ -110,9 +110,10 @@ class Repair:
     # Number of a shard -> version of its JSON file, None if it has no JSON file.
     withdrawn_json_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()  # numbers of the missing and bad shards before a good one
+    # Number of the host's samples after which reading stops, counted from its first sample.
     num_samples_to_read: int | None = None
     num_samples_to_add: int = 0  # number of samples that a user's program must add again
-    # Content of metadata.json before the repair.
+    # Content of metadata.json before the repair, of which `revised` keeps most fields.
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:

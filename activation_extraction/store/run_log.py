@@ -432,8 +432,9 @@ class RunLog:
     shard_json_versions: dict[str, str | None] = field(default_factory=dict)
     # Name of each file in the folder -> its size in bytes.
     file_sizes: dict[str, int] = field(default_factory=dict)
+    # Message on each JSON file that cannot be read, by the name of the file.
     damaged_files: dict[str, str] = field(default_factory=dict)
-    # Name of a metric -> its number in the last line of metrics.jsonl.
+    # Numbers in the last line of metrics.jsonl, by name.
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""  # URL of the folder, without secrets
     is_local: bool = True  # whether the folder is on this machine

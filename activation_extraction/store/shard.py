@@ -60,7 +60,8 @@ class Shard:
             `encode` they are ready to be written (in the stored form, see hook_values.py).
     """
 
-    samples: list[ShardSample]
+    samples: list[ShardSample]  # samples of the shard, by ascending `sample_idx`
+    # Descriptions of the hooks, by the keys of the hooks in pickles.
     hooks: Mapping[Key, HookValues]
     values: Mapping[Key, list[Any]]  # key of a hook -> values of each sample
 

@@ -290,7 +290,7 @@ class Statistics:
     tokens: int = 0  # number of tokens; also a key in JSON files
     values: int = 0  # number of values of these tokens; also a key in JSON files
     overall_mean: float = 0.0  # mean of all values of all tokens
-    overall_variance: float = 0.0
+    overall_variance: float = 0.0  # population variance of all values
     mean_norm: float = 0.0  # mean norm of the tokens
     max_norm: float = 0.0  # largest norm of a token
     error: ErrorByTokenKind = field(default_factory=dict)  # "sinks" or "others" -> encoding errors
@@ -404,7 +404,7 @@ class DimensionStatistics:
     tokens: int  # number of tokens
     mean: np.ndarray  # mean of the values in each dimension, (width,)
     variance: np.ndarray  # population variance of the values in each dimension, (width,)
-    mean_norm: float
+    mean_norm: float  # mean Euclidean norm of the tokens
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
@@ -441,6 +441,7 @@ class HookStatistics(Statistics):
         load: Function that reads these files and returns the sums over the tokens of all shards.
     """
 
+    # Function that reads the stored sums of every shard, and returns the sums over all tokens.
     load: Callable[[], Sums] = field(repr=False, compare=False)
 
     @property

@@ -159,6 +159,7 @@ class Batch:
     token_ids: np.ndarray  # token ids, (B, T); 0 for padding
     segment_ids: np.ndarray  # number of each token's sample in its row, (B, T)
     positions: np.ndarray  # position of each token in its sample, (B, T)
+    # Samples with their places, row by row, and from left to right in a row.
     samples: tuple[PlacedSample, ...]
     kept_mask: np.ndarray | None = None  # mask of kept tokens, (B, T); None if all are kept
 

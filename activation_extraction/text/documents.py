@@ -58,8 +58,10 @@ class Document:
 
     content: Content  # text, conversation or token ids of the row
     doc_id: DocId  # id of the row in the data set; None if it has no id
+    # Position of the row in the form that is stored with the row's samples (see `SampleFacts.row`).
     stored_position: dict[str, Any]
     location_in_words: str  # position of the row in words, for messages
+    # Values that --keep_columns stores with the samples of the row, JSON values by column name.
     kept_value_by_column: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -156,8 +158,8 @@ class Documents(Protocol):
         beginning: State before the first row, a JSON object from which `read` can start.
     """
 
-    worker: Worker
-    skip_bad_rows: bool
+    worker: Worker  # worker that reads the documents
+    skip_bad_rows: bool  # whether rows that cannot be used are skipped
 
     @property
     def beginning(self) -> dict[str, Any]: ...

@@ -115,6 +115,7 @@ class FileKind:
 
     name: str  # name of the kind, for messages
     extensions: tuple[str, ...]  # extensions of the files in lower case
+    # Function that yields the rows of a file.
     read_rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
     is_text: bool = False  # whether the files are text
 

@@ -56,7 +56,7 @@ class Tokens:
     """
 
     ids: np.ndarray  # token ids
-    num_document_tokens: int
+    num_document_tokens: int  # number of tokens of the whole document, even if `ids` contains fewer
     # For each token, the index of its first character in the text; None if it was not computed.
     start_offsets: np.ndarray | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
