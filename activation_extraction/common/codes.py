@@ -138,13 +138,13 @@ class Codes:
         """
         if len(codes_of_parts) == 1:
             return codes_of_parts[0]
-        indptrs = [np.zeros(1, np.int64)]
+        indptr_parts = [np.zeros(1, np.int64)]
         num_entries_before_part = 0
         for part_codes in codes_of_parts:
-            indptrs.append(part_codes.indptr[1:] + num_entries_before_part)
+            indptr_parts.append(part_codes.indptr[1:] + num_entries_before_part)
             num_entries_before_part += len(part_codes.indices)
         return cls(
-            indptr=np.concatenate(indptrs),
+            indptr=np.concatenate(indptr_parts),
             indices=np.concatenate([part_codes.indices for part_codes in codes_of_parts]),
             data=np.concatenate([part_codes.data for part_codes in codes_of_parts]),
             error=np.concatenate([part_codes.error for part_codes in codes_of_parts]),

@@ -320,14 +320,14 @@ class TokenSource:
             [np.arange(chunk.start, chunk.stop) for chunk in chunks]
         )
         with as_os_errors():
-            reader = self.shards.get(shard_number)
-            wait_for_fields = reader.begin_tokens(first_token_index, stop_token_index)
+            shard_reader = self.shards.get(shard_number)
+            wait_for_fields = shard_reader.begin_tokens(first_token_index, stop_token_index)
 
         def wait() -> ShardTokens:
             sample_index_of_token = (
-                np.searchsorted(reader.offsets, token_indices_in_shard, "right") - 1
+                np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
             )
-            sample_idx_of_token = reader.sample_idx[sample_index_of_token]
+            sample_idx_of_token = shard_reader.sample_idx[sample_index_of_token]
             with as_os_errors():
                 range_values_by_field = wait_for_fields()
             no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
@@ -409,10 +409,10 @@ class TokenSource:
         hooks = self.shards.hooks
         dtype = self.options.dtype
         with as_os_errors():
-            reader = self.shards.get(shard)
+            shard_reader = self.shards.get(shard)
             wait_functions_by_hook_name = {
                 hook_name: [
-                    hooks[hook_name].begin_rows(reader, *token_range, dtype)
+                    hooks[hook_name].begin_rows(shard_reader, *token_range, dtype)
                     for token_range in token_ranges
                 ]
                 for hook_name in self.options.hooks

@@ -627,8 +627,8 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
     Returns:
         Name of a field of `Autoencoder` -> value.
     """
-    has_config = files.has("config.yaml")
-    yaml_text = files.local_path("config.yaml").read_text() if has_config else ""
+    has_yaml_config = files.has("config.yaml")
+    yaml_text = files.local_path("config.yaml").read_text() if has_yaml_config else ""
     yaml_config = dict(yaml.safe_load(yaml_text) or {})
     hook_name_prefix = f"blocks.{files.layer_digits}."
     files.supported_setting(yaml_config, "model_kind", "transcoder_set")

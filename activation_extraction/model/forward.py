@@ -150,7 +150,7 @@ class Program:
         if not self.encoders:
             return hook_stacks
         array_iterator_by_vector_type = {
-            vector_type: iter(arrays) for vector_type, arrays in hook_stacks.items()
+            vector_type: iter(arrays_of_type) for vector_type, arrays_of_type in hook_stacks.items()
         }
         activations_by_hook = {
             hook: next(array_iterator_by_vector_type[self.vector_type(hook)])
@@ -166,7 +166,10 @@ class Program:
         arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
             arrays_by_type[self.vector_type(hook)].append(activations_by_hook[hook])
-        return {vector_type: jnp.stack(arrays) for vector_type, arrays in arrays_by_type.items()}
+        return {
+            vector_type: jnp.stack(arrays_of_type)
+            for vector_type, arrays_of_type in arrays_by_type.items()
+        }
 
 
 @dataclass(frozen=True)

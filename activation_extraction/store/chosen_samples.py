@@ -180,15 +180,15 @@ def read_samples(
         ValueError: If the width or dtype of a hook is unknown.
     """
     hooks = _hooks_of(run_log, commit)
-    reader = open_shard(folder, commit, hooks)
-    tokens_of_samples = _tokens_of(reader, run_log, commit, sample_indices)
+    shard_reader = open_shard(folder, commit, hooks)
+    tokens_of_samples = _tokens_of(shard_reader, run_log, commit, sample_indices)
     chosen_samples = []
     for sample_index, tokens in zip(sample_indices, tokens_of_samples, strict=True):
-        start_token_index, stop_token_index = reader.offsets[
+        start_token_index, stop_token_index = shard_reader.offsets[
             sample_index : sample_index + 2
         ].tolist()
         values_of_hooks = [
-            hook.for_user(hook.begin_rows(reader, start_token_index, stop_token_index)())
+            hook.for_user(hook.begin_rows(shard_reader, start_token_index, stop_token_index)())
             for hook in hooks
         ]
         location_in_words = f"{where}: sample {tokens.sample_idx}"

@@ -549,8 +549,8 @@ def _read_once(folder: Folder) -> RunLog:
 
     The returned log may mix the files of two runs if a new run begins at the same time.
     """
-    bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
-    metadata_bytes, metadata_version = bytes_and_version or (None, None)
+    metadata_bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
+    metadata_bytes, metadata_version = metadata_bytes_and_version or (None, None)
     damaged_files: dict[str, str] = {}
     # Name of a shard's JSON file, a commit or a reservation -> version of this file.
     shard_json_versions: dict[str, str | None] = {}
@@ -618,12 +618,12 @@ def _read_commits(
         return folder.read_with_version(name, max_bytes=MAX_JSON_BYTES)
 
     with ThreadPoolExecutor(JSONS_AT_ONCE) as thread_pool:
-        for shard_json_name, bytes_and_version in zip(
+        for shard_json_name, json_bytes_and_version in zip(
             sorted_json_names, thread_pool.map(read, sorted_json_names), strict=True
         ):
-            if bytes_and_version is None:
+            if json_bytes_and_version is None:
                 continue
-            json_bytes, versions[shard_json_name] = bytes_and_version
+            json_bytes, versions[shard_json_name] = json_bytes_and_version
             try:
                 commit = parse_commit(json_bytes, f"{folder.url}/{shard_json_name}")
             except DamagedError as error:
