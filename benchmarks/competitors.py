@@ -314,11 +314,13 @@ def run(
     """
     run_figures = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
     start_time = time.perf_counter()
-    for batch in batches:
+    for document_numbers_of_batch in batches:
         batch_start_time = time.perf_counter()
-        values_of_hooks = forward([documents[document_number] for document_number in batch])
+        values_of_hooks = forward(
+            [documents[document_number] for document_number in document_numbers_of_batch]
+        )
         run_figures["compute_seconds"] += time.perf_counter() - batch_start_time
-        for row_in_batch, document_number in enumerate(batch):
+        for row_in_batch, document_number in enumerate(document_numbers_of_batch):
             num_tokens = len(documents[document_number])
             run_figures["tokens"] += num_tokens
             if run_figures["documents"] % documents_per_written_document == 0:

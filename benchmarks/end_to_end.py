@@ -225,7 +225,7 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
     Returns:
         dtype -> FLOP/s of the fastest product in the faster library.
     """
-    peak_flops_of_dtype: dict[str, float] = defaultdict(float)
+    peak_flops_per_second_by_dtype: dict[str, float] = defaultdict(float)
     pythons_and_libraries = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
         pythons_and_libraries.append((str(options.competitors), "torch"))
@@ -239,8 +239,10 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         ]
         peak_process = run([*peak_command, "--seconds", str(options.peak_seconds)])
         for dtype, flops_per_second in best(peak_process.result).items():
-            peak_flops_of_dtype[dtype] = max(peak_flops_of_dtype[dtype], flops_per_second)
-    return dict(peak_flops_of_dtype)
+            peak_flops_per_second_by_dtype[dtype] = max(
+                peak_flops_per_second_by_dtype[dtype], flops_per_second
+            )
+    return dict(peak_flops_per_second_by_dtype)
 
 
 def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
@@ -268,14 +270,16 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
     extraction_figures = extract(output, extraction_flags)
     compute_process = run([sys.executable, "-m", "benchmarks.compute_only", *extraction_flags])
     compute_figures = compute_process.result
-    full_rows_speed = compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
+    full_rows_tokens_per_second = (
+        compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
+    )
     full_row_flops_per_token = bench.flops_per_token([bench.parsed_flags.max_seq_length])
     return {
         "tokens_per_second": extraction_figures["tokens"]
         / extraction_figures["extraction_seconds"],
         "compute_tokens_per_second": compute_figures["tokens"] / compute_figures["seconds"],
-        "full_rows_tokens_per_second": full_rows_speed,
-        "full_rows_flops_per_second": full_rows_speed * full_row_flops_per_token,
+        "full_rows_tokens_per_second": full_rows_tokens_per_second,
+        "full_rows_flops_per_second": full_rows_tokens_per_second * full_row_flops_per_token,
         "steps": compute_figures["steps"],
         "disturbed": max(extraction_figures["disturbed"], compute_process.disturbed_fraction),
         "bytes": extraction_figures["bytes"],
@@ -503,20 +507,25 @@ def report(
             and "best" contains the larger value for each dtype.
     """
     print(HEADER)
-    figures_of_contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
+    figures_by_contender_and_dtype: dict[str, dict[str, Figures]] = defaultdict(dict)
     for contender, figures_of_rounds_of_dtype in figures_of_rounds.items():
         sampling = bench.sampling(contender)
         for dtype, figures_of_each_round in figures_of_rounds_of_dtype.items():
             summarised_figures = summarise(bench, figures_of_each_round, peaks["best"][dtype])
-            figures_of_contenders[contender][dtype] = {**summarised_figures, "part": sampling}
+            figures_by_contender_and_dtype[contender][dtype] = {
+                **summarised_figures,
+                "part": sampling,
+            }
             print(table_line(contender, dtype, summarised_figures, sampling))
     # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
-    speed_ratio_of_competitor: dict[str, dict[str, float]] = defaultdict(dict)
-    for dtype, summarised_figures in figures_of_contenders.get("ours", {}).items():
-        for competitor in figures_of_contenders.keys() - {"ours"}:
-            competitor_speed = figures_of_contenders[competitor][dtype]["tokens_per_second"]
-            speed_ratio_of_competitor[competitor][dtype] = (
-                summarised_figures["tokens_per_second"] / competitor_speed
+    speed_ratio_by_competitor_and_dtype: dict[str, dict[str, float]] = defaultdict(dict)
+    for dtype, summarised_figures in figures_by_contender_and_dtype.get("ours", {}).items():
+        for competitor in figures_by_contender_and_dtype.keys() - {"ours"}:
+            competitor_tokens_per_second = figures_by_contender_and_dtype[competitor][dtype][
+                "tokens_per_second"
+            ]
+            speed_ratio_by_competitor_and_dtype[competitor][dtype] = (
+                summarised_figures["tokens_per_second"] / competitor_tokens_per_second
             )
         print(
             f"ours {dtype}: compiled in {summarised_figures['compile_seconds']:.1f} s; the storage "
@@ -526,9 +535,9 @@ def report(
             f"{summarised_figures['full_rows_of_peak']:.0%} of the peak of "
             f"{peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
-    for competitor, speed_ratio_of_dtype in speed_ratio_of_competitor.items():
+    for competitor, speed_ratio_by_dtype in speed_ratio_by_competitor_and_dtype.items():
         ratio_texts = [
-            f"{dtype} {speed_ratio:.2f}" for dtype, speed_ratio in speed_ratio_of_dtype.items()
+            f"{dtype} {speed_ratio:.2f}" for dtype, speed_ratio in speed_ratio_by_dtype.items()
         ]
         print(f"ours / {competitor}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
@@ -545,8 +554,8 @@ def report(
             "layers": bench.layers,
         },
         "peak_flops_per_second": peaks,
-        "contenders": figures_of_contenders,
-        "ours_over": speed_ratio_of_competitor,
+        "contenders": figures_by_contender_and_dtype,
+        "ours_over": speed_ratio_by_competitor_and_dtype,
     }
 
 
@@ -559,7 +568,7 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
         figures: The figures of the contender, as `summarise` returns them.
         sampling: The selection of the documents that the contender computes and writes.
     """
-    end_to_end_speed, compute_speed = (
+    end_to_end_tokens_per_second, compute_tokens_per_second = (
         figures["tokens_per_second"],
         figures["compute_tokens_per_second"],
     )
@@ -570,8 +579,8 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
         "-" if figures["changed_experts"] is None else f"{figures['changed_experts']:.1%}"
     )
     return (
-        f"{name:8}{dtype:9} {end_to_end_speed:9.0f} {compute_speed:8.0f} {gflop_per_second:8.0f}"
-        f" {compute_gflop_per_second:8.0f}"
+        f"{name:8}{dtype:9} {end_to_end_tokens_per_second:9.0f} {compute_tokens_per_second:8.0f}"
+        f" {gflop_per_second:8.0f} {compute_gflop_per_second:8.0f}"
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
         f" {figures['process_seconds']:6.0f} s {deviation_text:>10} {changed_experts_text:>8}"

@@ -180,7 +180,7 @@ def main() -> None:
             "split": f"{dataset_flags} --long_documents split",
             "ids": f"{dataset_flags} --ids_column ids",
         }
-        speeds_of_input_name: dict[str, list[float]] = {
+        tokens_per_second_of_rounds_by_input: dict[str, list[float]] = {
             input_name: [] for input_name in flags_of_input_name
         }
         for _ in range(parsed_flags.rounds):
@@ -189,11 +189,11 @@ def main() -> None:
                 tokens_per_second = measure(
                     extraction_options.text, parsed_flags.tokenizer or data_folder
                 )
-                speeds_of_input_name[input_name].append(tokens_per_second)
+                tokens_per_second_of_rounds_by_input[input_name].append(tokens_per_second)
                 print(f"{input_name}: {tokens_per_second:,.0f} tokens/s", flush=True)
         median_speed_of_input_name = {
             input_name: statistics.median(speeds_of_rounds)
-            for input_name, speeds_of_rounds in speeds_of_input_name.items()
+            for input_name, speeds_of_rounds in tokens_per_second_of_rounds_by_input.items()
         }
         speed_ratio_of_input_name = {
             input_name: round(median_speed / median_speed_of_input_name["text"], 2)

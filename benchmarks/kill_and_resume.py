@@ -336,7 +336,8 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
         ]
         return np.concatenate(values_of_samples).astype(np.float64)
 
-    # Largest absolute difference at any hook, divided by the root mean square of the values there.
+    # Largest absolute difference from the undisturbed run at any hook, divided by the root mean
+    # square of the undisturbed values at this hook.
     largest_deviation = 0.0
     for hook_key in next(iter(undisturbed.values())).activations_by_hook_key:
         expected_values = values_at(hook_key, undisturbed)
@@ -376,8 +377,8 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     (expert_model_folder / "config.json").write_text(json.dumps(expert_model_config))
     for file_name in ("tokenizer.json", "tokenizer_config.json"):
         (expert_model_folder / file_name).write_bytes((model_folder / file_name).read_bytes())
-    spec_of_path = weight_table(Qwen2(parse_model_config(expert_model_config)))
-    demo.write_weights(expert_model_folder / "model.safetensors", spec_of_path.values())
+    weight_spec_by_path = weight_table(Qwen2(parse_model_config(expert_model_config)))
+    demo.write_weights(expert_model_folder / "model.safetensors", weight_spec_by_path.values())
     template_path = folder / "template.jinja"
     template_path.write_text(QWEN2_5)
 

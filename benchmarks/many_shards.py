@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     checkout_path_of_reader = {"this": ROOT}
     if parsed_flags.against:
         checkout_path_of_reader = {"other": parsed_flags.against.resolve(), "this": ROOT}
-    table_rows = []
+    result_table_rows = []
     figures_of_scenario: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         root_folder = parsed_flags.folder or Path(temporary_folder)
@@ -261,15 +261,15 @@ def main(argv: list[str] | None = None) -> None:
                     }
                     figures_of_scenario.setdefault(scenario_name, {})[reader_name] = reader_figures
                     figures_of_scenario[scenario_name]["passed"] = passing_token_fraction
-                    table_row = {
+                    result_table_row = {
                         "scenario": scenario_name,
                         "reader": reader_name,
                         "passed": passing_token_fraction,
                         **reader_figures,
                     }
-                    table_rows.append(table_row)
-                    print(json.dumps(table_row), flush=True)
-    print_table(table_rows)
+                    result_table_rows.append(result_table_row)
+                    print(json.dumps(result_table_row), flush=True)
+    print_table(result_table_rows)
     print_result({"scenarios": figures_of_scenario})
 
 

@@ -82,14 +82,14 @@ def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
     host_identity = identity_of_host(host, hosts)
     host_folder = root / RUN / folder_name(host_identity.worker, in_bucket=True)
     run_facts = RunFacts(hooks={layer: {"width": WIDTH} for layer in HOOK_NAME_BY_LAYER})
-    activation = np.ones((TOKENS, WIDTH), ml_dtypes.bfloat16)
+    activations = np.ones((TOKENS, WIDTH), ml_dtypes.bfloat16)
     token_ids = np.arange(TOKENS, dtype=np.int32)
     with ActivationStorage(
         host_folder, HOOK_NAME_BY_LAYER, OPTIONS, host_identity, facts=run_facts
     ) as storage:
         for sample_number in range(0 if storage.complete else shards):
             for layer in HOOK_NAME_BY_LAYER:
-                storage.add_activation(layer, activation, sample_number, "", token_ids)
+                storage.add_activation(layer, activations, sample_number, "", token_ids)
 
 
 def open_dataset(url: str, hosts: int) -> None:
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
                     range(num_hosts),
                 )
             )
-        figures_of_action: dict[str, list[dict[str, float]]] = {
+        figures_of_rounds_by_action: dict[str, list[dict[str, float]]] = {
             action_name: [] for action_name in ACTIONS
         }
         for _ in range(parsed_flags.rounds):
@@ -213,9 +213,9 @@ def main(argv: list[str] | None = None) -> None:
                     measurement_future = process_pool.submit(
                         measure, action, root_folder, num_hosts, parsed_flags.latency
                     )
-                    figures_of_action[action_name].append(measurement_future.result())
-                print(action_name, figures_of_action[action_name][-1], flush=True)
-    print_result({"shards": parsed_flags.shards, "hosts": num_hosts, **figures_of_action})
+                    figures_of_rounds_by_action[action_name].append(measurement_future.result())
+                print(action_name, figures_of_rounds_by_action[action_name][-1], flush=True)
+    print_result({"shards": parsed_flags.shards, "hosts": num_hosts, **figures_of_rounds_by_action})
 
 
 if __name__ == "__main__":

@@ -481,11 +481,11 @@ class ProgramText:
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0
-        array_texts = (
+        result_texts = (
             product.result,
             *(self.instruction_by_name[operand_name].result for operand_name in product.operands),
         )
-        return 2 * math.prod(_element_count(array_text) for array_text in array_texts) ** 0.5
+        return 2 * math.prod(_element_count(result_text) for result_text in result_texts) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
         """Returns the mesh axes along which a collective communicates.
@@ -587,26 +587,26 @@ class ProgramText:
         # A bitcast or a call does not read the operand itself. Other instructions read it under
         # another name: the users of the bitcast, or instructions in the called computation.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
-            candidate_readers = siblings
+            possibly_reading_instructions = siblings
             operand_name_in_readers = instruction.name
         elif instruction.calls:
-            candidate_readers = self.computations[instruction.calls]
+            possibly_reading_instructions = self.computations[instruction.calls]
             operand_name_in_readers = next(
-                candidate_reader.name
-                for candidate_reader in candidate_readers
-                if f" parameter({position})" in candidate_reader.line
+                called_instruction.name
+                for called_instruction in possibly_reading_instructions
+                if f" parameter({position})" in called_instruction.line
             )
         else:
             return operand_bytes
         read_bytes = 0
-        for reading_instruction in candidate_readers:
+        for reading_instruction in possibly_reading_instructions:
             for position_in_reader, operand_name in enumerate(reading_instruction.operands):
                 if operand_name == operand_name_in_readers:
                     read_bytes += self._operand_bytes_read(
                         reading_instruction,
                         position_in_reader,
                         operand_bytes,
-                        candidate_readers,
+                        possibly_reading_instructions,
                         counted_names,
                     )
         return min(operand_bytes, read_bytes)
@@ -823,8 +823,8 @@ def device_groups(line: str) -> np.ndarray:
     assert groups_match, line
     mesh_axis_names = re.findall(r"'(\w+)'", groups_match[1])
     mesh_shape = numbers_in(re.sub(r"'\w+'", "", groups_match[1]))
-    range_shape = numbers_in(groups_match[2]) if groups_match[2] else mesh_shape
-    device_mesh = device_range(range_shape, groups_match[3]).reshape(mesh_shape)
+    device_range_shape = numbers_in(groups_match[2]) if groups_match[2] else mesh_shape
+    device_mesh = device_range(device_range_shape, groups_match[3]).reshape(mesh_shape)
     # The devices of a group differ along the axes of the group. These axes become the last axes, so
     # that they can be joined to one.
     group_axis_indices = [

@@ -224,8 +224,8 @@ def ranges_of_hook(folder: Path, hook: str, max_bytes: int) -> list[tuple[str, i
         max_bytes: The largest number of bytes of a range.
 
     Returns:
-        A tuple for each range: the path of the file in the bucket, the offset of the first byte,
-        and the offset after the last byte.
+        A tuple for each range: the path of the file in the bucket that serves the parent of
+        `folder`, the offset of the first byte, and the offset after the last byte.
     """
     file_ranges = []
     for shard_path in sorted(folder.glob("*.safetensors")):
@@ -622,7 +622,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     run_of_fourteen_hooks = Run(int(parsed_flags.mb_of_fourteen * 1e6), num_hooks=14, width=896)
     run_of_larger_shards = Run(bytes_of_single_hook, max_shard_bytes=200_000_000)
-    summaries_of_latency: dict[float, dict[str, Any]] = defaultdict(dict)
+    summary_by_latency_and_scenario: dict[float, dict[str, Any]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as temporary_folder:
         root_folder = parsed_flags.folder or Path(temporary_folder)
         chosen_scenarios = scenarios(
@@ -653,16 +653,20 @@ def main(argv: list[str] | None = None) -> None:
                         for _ in range(1 + parsed_flags.rounds)
                     ]
                     # The first round is left out, because buffers may be allocated in it.
-                    summaries_of_latency[latency][scenario_name] = summarise(figures_of_rounds[1:])
+                    summary_by_latency_and_scenario[latency][scenario_name] = summarise(
+                        figures_of_rounds[1:]
+                    )
                     print(
                         table_line(
-                            latency, scenario_name, summaries_of_latency[latency][scenario_name]
+                            latency,
+                            scenario_name,
+                            summary_by_latency_and_scenario[latency][scenario_name],
                         ),
                         flush=True,
                     )
     training_speed = round(step_alone(plain_run.width, parsed_flags.features), 1)
     print(f"training alone, on data in memory: {training_speed:.0f} MB/s")
-    print_result({"latency": summaries_of_latency, "training_alone": training_speed})
+    print_result({"latency": summary_by_latency_and_scenario, "training_alone": training_speed})
 
 
 def table_line(latency: float, name: str, figures: dict[str, list[float]]) -> str:

@@ -174,19 +174,19 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         + encoding_flops_per_token * row_length * num_rows_of_step
     )
     program_text = text_of(program, compiled)
-    moves = program_text.moves(program_text.entry)
+    entry_moves = program_text.moves(program_text.entry)
     # Names of the mesh axes along which a device sends -> number of bytes that it sends. The second
     # dict counts only the bytes that are sent while matrix products or kernels run.
     sent_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
     overlapped_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
-    for move in moves:
+    for move in entry_moves:
         if move.sent_bytes:
             sent_bytes_of_axes[move.axes] += move.sent_bytes
             overlapped_bytes_of_axes[move.axes] += move.sent_bytes * move.is_hidden
     return StepPlan(
         flops=step_flops / layout.mesh.size,
         delta_kernel_flops=_flops_of_delta_rule(program),
-        hbm_bytes=sum(move.hbm_bytes for move in moves),
+        hbm_bytes=sum(move.hbm_bytes for move in entry_moves),
         sent_by_axes=tuple(
             Sent(mesh_axes, sent_bytes_of_axes[mesh_axes], overlapped_bytes_of_axes[mesh_axes])
             for mesh_axes in sent_bytes_of_axes

@@ -165,7 +165,8 @@ class Case(NamedTuple):
     def write_bare_file(self, path: Path, values: np.ndarray, num_batches: int) -> None:
         """Writes one file with the values of a shard, without `ActivationStorage`.
 
-        The "bare threads", with which storing is compared, call this method.
+        The threads that call this method do the least that storing needs, and their speed is
+        compared with the speed of `ActivationStorage`. The results name them "bare threads".
 
         Args:
             path: The path of the file.
@@ -184,7 +185,7 @@ class Case(NamedTuple):
             path.write_bytes(igzip.compress(pickled_bytes, 1))
 
     def _bare_arrays(self, hook_name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays that bare threads write for a hook, by their names in the file.
+        """Returns the arrays that `write_bare_file` writes for a hook, by their names in the file.
 
         They are the arrays of a shard: activations, float8 values with their scales, or the five
         arrays of codes. They come without the token ids and positions that a shard also contains.
@@ -356,21 +357,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parsed_flags = parser.parse_args(argv)
     if parsed_flags.quick:
         parsed_flags.rounds, parsed_flags.gb = 1, 0.6
-    table_rows = []
+    result_table_rows = []
     with tempfile.TemporaryDirectory(dir=parsed_flags.folder) as temporary_folder, null_bucket():
         for kind in parsed_flags.kinds:
             for shard_format in parsed_flags.formats:
                 if kind == FLOAT8 and shard_format == "pickle":
                     continue  # pickles cannot contain float8
                 for num_hooks in parsed_flags.hooks:
-                    table_rows += measure(
+                    result_table_rows += measure(
                         Path(temporary_folder),
                         Case(kind, num_hooks, shard_format),
                         parsed_flags.rounds,
                         parsed_flags.gb,
                     )
-    print_table(table_rows)
-    print_result({"rows": table_rows})
+    print_table(result_table_rows)
+    print_result({"rows": result_table_rows})
 
 
 if __name__ == "__main__":

@@ -88,9 +88,9 @@ class Codes:
             because files do not contain it.
     """
 
-    indptr: Any  # index in `indices` and `data` of each token's first entry
-    indices: Any  # id of the feature of each entry
-    data: Any  # value of each entry's feature
+    indptr: Any  # index in `indices` and `data` of each token's first feature
+    indices: Any  # ids of the stored features of all tokens, one token after the other
+    data: Any  # value of each feature in `indices`
     error: Any  # squared norm of each token's reconstruction error
     norm: Any  # norm of each token's activation
     features: int  # number of all features of the autoencoder

@@ -119,9 +119,9 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
             if limit_text.isdecimal():
                 usage_text = _kernel_file(searched_folder / memory_file_names.usage_file).strip()
                 stat_lines = _kernel_file(searched_folder / "memory.stat").splitlines()
-                number_by_stat_field = dict(stat_line.split()[:2] for stat_line in stat_lines)
+                digits_by_stat_field = dict(stat_line.split()[:2] for stat_line in stat_lines)
                 reclaimable_bytes = int(
-                    number_by_stat_field.get(memory_file_names.reclaimable_field_name, 0)
+                    digits_by_stat_field.get(memory_file_names.reclaimable_field_name, 0)
                 )
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedGroup(int(limit_text), used_bytes)

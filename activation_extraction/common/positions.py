@@ -45,10 +45,11 @@ class Positions:
         last_of_turn: Whether to keep the last position of each turn.
     """
 
-    start: int | None = None  # start of the slice of positions
-    stop: int | None = None  # end of the slice, exclusive
-    step: int = 1  # step of the slice
-    num_random_positions: int | None = None  # number of positions to choose at random
+    start: int | None = None  # first position of the slice; None for the first of the sample
+    stop: int | None = None  # end of the slice, exclusive; None for the end of the sample
+    step: int = 1  # step of the slice of positions
+    # Number of positions to choose at random. None for a rule of another kind.
+    num_random_positions: int | None = None
     probability: float | None = None  # probability with which a position is kept
     seed: int = 0  # seed of the random choice
     last_of_turn: bool = False  # whether to keep the last position of each turn

@@ -120,9 +120,9 @@ class Batches(Iterator[T]):
         """Returns the state of the iteration, from which `restore` continues.
 
         Returns:
-            A dict of JSON values: the fields of `windows.Position`, and all settings on which the
-            order of the tokens depends. `restore` refuses the state if the settings of the batches
-            that continue are different.
+            A dict of JSON values: the position of the next batch (the fields of
+            `windows.Position`), and all settings on which the order of the tokens depends.
+            `restore` refuses the state if the settings of the batches that continue are different.
 
         Raises:
             ValueError: If workers of a DataLoader have read batches since this object was made or

@@ -58,6 +58,7 @@ class StrongestTokens:
     """
 
     def __init__(self, feature_count: int, tokens_per_feature: int) -> None:
+        # The largest values of each feature; -inf where it is active on fewer tokens.
         self.values = np.full((feature_count, tokens_per_feature), -np.inf, np.float32)
         self.token_numbers = np.zeros((feature_count, tokens_per_feature), np.int64)
 

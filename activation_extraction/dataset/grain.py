@@ -45,7 +45,8 @@ class TokenRecords:
         return self._first_record_indices[-1]
 
     def __repr__(self) -> str:
-        # grain restores a saved state only if the `repr` of the source is unchanged since then.
+        # grain restores a saved state only if the `repr` of the source is unchanged since then. So
+        # the text contains everything that determines the records.
         token_source = self._token_source
         hook_names = list(token_source.options.hooks)
         return (

@@ -64,7 +64,7 @@ class AlignedRuns:
 
     def __init__(self, *runs: "ActivationDataset") -> None:
         self.runs = runs
-        urls_of_runs = without_secrets(" and ".join(run.url for run in runs))
+        urls_in_words = without_secrets(" and ".join(run.url for run in runs))
         for run in runs[1:]:
             data_files_of_runs = runs[0].data_files, run.data_files
             for setting_name, first_value, other_value in runs[0].identity.other_samples(
@@ -85,7 +85,9 @@ class AlignedRuns:
         # Columns have the order of the first run.
         self._sample_indices = np.stack(joined_table.sort_by("0").drop_columns("row").columns)
         if not len(self):
-            raise ValueError(f"{urls_of_runs}: no row of the data set has a sample in each of them")
+            raise ValueError(
+                f"{urls_in_words}: no row of the data set has a sample in each of them"
+            )
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         token_counts_by_run = [run.shards.columns(["tokens"])["tokens"] for run in runs]
         # For each run, an array with the token count of each sample that all runs have.
@@ -114,7 +116,7 @@ class AlignedRuns:
         ):
             log.warning(
                 "%s: store different tokens of the same samples; only those that all have are read",
-                urls_of_runs,
+                urls_in_words,
             )
 
     def __len__(self) -> int:
@@ -388,8 +390,8 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
             ),
         )
         return tuple(
-            Block(run_tokens, wanted_rows[is_within_norm_limits])
-            for run_tokens, wanted_rows in blocks_of_runs
+            Block(run_tokens, wanted_row_indices[is_within_norm_limits])
+            for run_tokens, wanted_row_indices in blocks_of_runs
         )
 
     return read

@@ -182,8 +182,13 @@ class TokenBatch:
         The activations of every hook come first, then `token_ids`, `sample_idx`, `position` and the
         `labels`.
         """
-        arrays_of_tokens = self.token_ids, self.sample_idx, self.position, *self.labels.values()
-        return [*self.activations.values(), *arrays_of_tokens]
+        id_position_and_label_arrays = (
+            self.token_ids,
+            self.sample_idx,
+            self.position,
+            *self.labels.values(),
+        )
+        return [*self.activations.values(), *id_position_and_label_arrays]
 
     @property
     def labels(self) -> dict[str, Any]:

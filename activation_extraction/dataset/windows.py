@@ -67,7 +67,7 @@ class Position:
 
     window: int = 0  # number of the window of tokens from which the next batch is cut, from 0
     chunk: int = 0  # index of the window's first chunk in the list of all chunks
-    row: int = 0  # number of wanted tokens of the chunk in earlier windows
+    row: int = 0  # number of wanted tokens of this first chunk that are in earlier windows
     taken: int = 0  # number of tokens of the window in earlier batches
 
 
@@ -104,7 +104,7 @@ class Windows:
     """
 
     chunks: Sequence[Chunk]  # ranges of the tokens of shards to read, in order
-    read: Callable[[Chunk], tuple[Block, ...]]
+    read: Callable[[Chunk], tuple[Block, ...]]  # reads a chunk, and returns a block for each run
     num_chunks_read_at_once: int  # number of chunks that are read at the same time
     max_window_tokens: int  # number of tokens in a window; the last window may have fewer
     seed: int | None  # seed for shuffling the tokens of a window

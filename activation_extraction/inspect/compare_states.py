@@ -61,7 +61,8 @@ class Limits:
 
     row_error: float  # largest allowed root mean square of the `token_errors` of a row
     token_error: float  # largest allowed error of a single token
-    # Largest fraction of a row's tokens that may have larger errors because of other experts.
+    # Largest fraction of a row's tokens that may have larger errors, because this program and the
+    # program that stored the row have chosen different experts for these tokens.
     max_other_expert_fraction: float
 
     @classmethod

@@ -119,15 +119,15 @@ def _loss_mask(
     """
     loss_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
-        mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
+        loss_mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
         # A tuple of the number of the piece, the index of its first token in the document, and the
         # position of the row; None if the sample is no piece of a long document.
         piece_or_none = piece_of(dataset.samples["row"][sample_index].as_py())
         index_of_first_token = 0 if piece_or_none is None else piece_or_none[1]
-        if not isinstance(mask_of_document, list):
-            mask_of_document = []
+        if not isinstance(loss_mask_of_document, list):
+            loss_mask_of_document = []
         loss_mask = np.array(
-            mask_of_document[index_of_first_token : index_of_first_token + len(sample_tokens)]
+            loss_mask_of_document[index_of_first_token : index_of_first_token + len(sample_tokens)]
         )
         if loss_mask.shape != (len(sample_tokens),) or not np.isin(loss_mask, (0, 1)).all():
             column_in_words = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"

@@ -54,7 +54,9 @@ def _image(draw: Callable[..., None]) -> Callable[..., str]:
 
 @_image
 def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
-    """Draws the quantiles of the norms and the largest norm at each hook.
+    """Draws the distribution of the norms of tokens at each hook.
+
+    The chart shows the percentiles 1 and 99, the quartiles, and the largest norm.
 
     Args:
         axes: The axes to draw on.

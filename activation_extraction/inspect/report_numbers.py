@@ -28,7 +28,7 @@ MAX_TOKENS = 200_000  # largest number of tokens to read, even if READ_BYTES all
 # The number of shards to read is limited by SHARD_BYTES and SHARDS, because a shard in the pickle
 # format is read completely.
 SHARD_BYTES = 8e9  # approximate largest number of decompressed bytes of the shards to read
-SHARDS = 128  # largest number of shards to read
+SHARDS = 128  # largest number of shards from which a report reads tokens
 MAX_NORM = 1e16  # a token with a larger norm is taken as damaged
 
 # An outlier exceeds this multiple of the median over the tokens or the dimensions of a hook.
@@ -295,14 +295,14 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     _, smallest_norm_rank_of_groups, token_count_of_groups = np.unique(
         ids_and_first_flags, axis=1, return_index=True, return_counts=True
     )
-    token_indices_and_group_sizes = []
-    for smallest_norm_rank, group_size in sorted(
+    token_indices_and_group_token_counts = []
+    for smallest_norm_rank, group_token_count in sorted(
         zip(smallest_norm_rank_of_groups, token_count_of_groups, strict=True)
     ):
-        token_indices_and_group_sizes.append(
-            (int(indices_of_largest_norms[smallest_norm_rank]), int(group_size))
+        token_indices_and_group_token_counts.append(
+            (int(indices_of_largest_norms[smallest_norm_rank]), int(group_token_count))
         )
-    return token_indices_and_group_sizes
+    return token_indices_and_group_token_counts
 
 
 def throughput(

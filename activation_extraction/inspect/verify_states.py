@@ -389,8 +389,8 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     """Returns the line that --verify prints about a layer of the files.
 
     The line names the hook, the number of rows that contain the states of this hook in this layer,
-    and the largest error of these rows. If `hook.is_certain` is False, the line says that no row
-    matches a hook.
+    and the largest error of these rows. If `hook.is_certain` is False, the name of the hook is only
+    a guess, so the line says that no row matches a hook.
 
     Args:
         layer: Index of the layer in each row's file, from 0.
@@ -589,8 +589,8 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
         hooks: Names of all hooks, in the order of the computation.
 
     Returns:
-        The expected hook, the hook before it and the hook after it; all hooks if the expected hook
-        is not certain.
+        The expected hook, the hook before it and the hook after it. All hooks if it is not certain
+        that the layer should contain the expected hook (see `ExpectedHook.is_certain`).
     """
     hook_names = [*hooks]
     if not expected.is_certain:

@@ -232,8 +232,8 @@ def blocked_attention(
     span_length_step = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
     span_lengths = [*range(span_length_step, key_count, span_length_step), key_count]
     branch_number_by_block = _branch_numbers(segments, first_query, span_lengths, window)
-    segments_by_block = segments.q.reshape(-1, QUERY_BLOCK)
-    block_count = len(segments_by_block)
+    query_segments_by_block = segments.q.reshape(-1, QUERY_BLOCK)
+    block_count = len(query_segments_by_block)
     # The query heads that read the same key/value head are computed in one matrix product. Its left
     # operand has a row for each of these heads and each query of a block.
     grouped_query_bits = to_bits(q).reshape(
@@ -266,7 +266,7 @@ def blocked_attention(
                 lax.dynamic_slice(v_bits, span_start_indices, span_shape)[0], v.dtype
             )
             segments_of_block_and_span = Segments(
-                segments_by_block[block_number], segments_of_span_keys
+                query_segments_by_block[block_number], segments_of_span_keys
             )
             sees_key = visible_keys(
                 segments_of_block_and_span, first_query_of_block, window, first_key_index_of_span

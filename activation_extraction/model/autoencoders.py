@@ -161,7 +161,7 @@ class AutoencoderFiles:
 
     name: str  # the autoencoder as the user gave it to --encode
     repository: Repository  # repository that contains the files
-    folder_in_repository: str
+    folder_in_repository: str  # with a slash at the end; "" for the top folder
     layer_digits: str  # the number of the layer as text; "" if it is unknown
     paths_read: list[Path] = field(default_factory=list)  # local paths of the files read so far
 

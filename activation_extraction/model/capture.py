@@ -175,11 +175,11 @@ class Capture:
         """
         hooks_by_type = self.hooks_by_type()
         hooks_after_layers = [hook for hook in self.hooks if hook.kind.is_after_layers]
-        slots_by_kind = tuple(
+        slot_of_each_kind = tuple(
             np.int32(hooks_by_type[self.vector_type(hook.kind)].index(hook))
             for hook in hooks_after_layers
         )
-        return Plan(tuple(hook.kind for hook in hooks_after_layers), slots_by_kind)
+        return Plan(tuple(hook.kind for hook in hooks_after_layers), slot_of_each_kind)
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
         """Makes buffers of zeros, to which layers write the values at the hooks.

@@ -325,7 +325,8 @@ def _stacked_zeros(box: Any, layer_count: int) -> Any:
     return box.replace(value=stacked_zeros, names=("layers", *box.names))
 
 
-@partial(jax.jit, static_argnums=0)  # so that equal modules are traced only once
+# The module is a static argument, so modules that compare equal are traced only once.
+@partial(jax.jit, static_argnums=0)
 def _init(module: nn.Module, key: Array, *inputs: Any) -> Any:
     return module.init(key, *inputs)["params"]
 

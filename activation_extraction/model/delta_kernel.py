@@ -267,11 +267,11 @@ def _bfloat16_arrays(x: Array) -> list[Array]:
     """
     if x.dtype == jnp.bfloat16:
         return [x]
-    bfloat16_arrays = []
+    bfloat16_summands = []
     for _ in range(3):
-        bfloat16_arrays.append(x.astype(jnp.bfloat16))
-        x -= bfloat16_arrays[-1].astype(jnp.float32)
-    return bfloat16_arrays
+        bfloat16_summands.append(x.astype(jnp.bfloat16))
+        x -= bfloat16_summands[-1].astype(jnp.float32)
+    return bfloat16_summands
 
 
 def _indices() -> tuple[Array, Array, Array]:
@@ -394,8 +394,12 @@ def _inverse(matrices: Array) -> Array:
         )
         even_blocks, odd_blocks = _alternate_blocks(inverse_matrices, block_size)
         lower_left_values = jnp.where(is_in_lower_left, matrices, 0)
-        odd_times_lower = _product("IC,CJ->IJ", odd_blocks, _block_diagonal(lower_left_values))
-        odd_blocks -= _product("IC,CJ->IJ", odd_times_lower, _block_diagonal(inverse_matrices))
+        odd_blocks_times_lower_left = _product(
+            "IC,CJ->IJ", odd_blocks, _block_diagonal(lower_left_values)
+        )
+        odd_blocks -= _product(
+            "IC,CJ->IJ", odd_blocks_times_lower_left, _block_diagonal(inverse_matrices)
+        )
         # The even and the odd block of each pair, (pairs, 1, block_size, 2C) each.
         even_and_odd_blocks = [
             half_of_rows.reshape(-1, 1, block_size, TWO_CHUNKS)

@@ -162,10 +162,10 @@ class GatedDeltaNet(nn.Module):
         intermediates["gate_input"] = constrain(self.in_proj_z(x), *VALUE_AXES).astype(self.dtype)
         intermediates["beta_logit"] = constrain(self.in_proj_b(x), *KEY_AXES)
         intermediates["beta"] = jax.nn.sigmoid(intermediates["beta_logit"])
-        log_rate = self.A_log.astype(jnp.float32)
+        log_decay_rate = self.A_log.astype(jnp.float32)
         time_step_bias = self.dt_bias.astype(jnp.float32)
         time_step = jax.nn.softplus(constrain(self.in_proj_a(x), *KEY_AXES) + time_step_bias)
-        intermediates["log_decay"] = -jnp.exp(log_rate) * time_step
+        intermediates["log_decay"] = -jnp.exp(log_decay_rate) * time_step
         return intermediates
 
 
@@ -386,12 +386,15 @@ def _prepare(
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
     inverses = _inverse(beta * key_key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
-    # The vectors that tokens add to S are added_vectors_from_zero_state - subtracted_rows @ S.
-    added_vectors_from_zero_state, subtracted_rows = jnp.split(solution, [v.shape[-1]], axis=-1)
+    # The vectors that tokens add to S are
+    # added_vectors_from_zero_state - rows_of_subtracted_product @ S.
+    added_vectors_from_zero_state, rows_of_subtracted_product = jnp.split(
+        solution, [v.shape[-1]], axis=-1
+    )
     return _Chunks(
         added_vectors_from_zero_state=added_vectors_from_zero_state,
         rows_to_multiply_by_state=jnp.concatenate(
-            [subtracted_rows, decay_since_chunk_begin * q], axis=-2
+            [rows_of_subtracted_product, decay_since_chunk_begin * q], axis=-2
         ),
         output_factors=query_key_products * decay_between_tokens,
         decayed_keys=decay_between_tokens[..., -1:, :].mT * k,

@@ -204,12 +204,12 @@ def _multiply(
     def add_inputs(number: Array, products: list[Array]) -> list[Array]:
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
         x = plgpu.load(x_ref.at[tile_rows_slice, input_slice], mask=is_row_of_expert, other=0.0)
-        updated_products = []
+        product_of_each_stack = []
         for product_so_far, stack_block in zip(products, stack_blocks, strict=True):
-            updated_products.append(
+            product_of_each_stack.append(
                 product_so_far + plgpu.dot(x, stack_block[expert_number, input_slice, :])
             )
-        return updated_products
+        return product_of_each_stack
 
     @pl.when(first_row < end_row)
     def _() -> None:

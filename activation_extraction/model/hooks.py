@@ -518,10 +518,10 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     """Makes the kinds of hooks of a model, in the order in which they are computed.
 
     Args:
-        type_words: Tells which layers have the kind of hook in each row of HOOK_KINDS (see
-            `_type_words`). The key is the word in the row's first column. The value contains words
-            in the types of these layers, such as ("sparse",); () means all layers. If the dict
-            lacks the word of a row, the result lacks the row's kind.
+        type_words: The layers that have a kind of hook, for each word in the first column of the
+            table HOOK_KINDS, such as EVERY. A layer has the kinds in the rows with this word if its
+            type contains one of the words in the value, such as ("sparse",). The value () means all
+            layers. Rows whose word is missing from the dict are left out.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]

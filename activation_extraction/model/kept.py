@@ -77,8 +77,8 @@ class KeptTokens(NamedTuple):
             jax.tree.map(to_host, kept_block.activations) for kept_block in self.blocks
         ]
         received_array_of_type = {
-            vector_type: np.empty(shape, vector_type.dtype)
-            for vector_type, shape in self.shape_of_type.items()
+            vector_type: np.empty(received_shape, vector_type.dtype)
+            for vector_type, received_shape in self.shape_of_type.items()
         }
         for kept_block, host_copies_of_block in zip(
             self.blocks, host_copies_of_blocks, strict=True
@@ -135,8 +135,8 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
         )
     num_kept_tokens = int(kept.sum())
     received_shape_of_type = {
-        vector_type: (len(array), num_kept_tokens, array.shape[-1])
-        for vector_type, array in activations.items()
+        vector_type: (len(activations_of_type), num_kept_tokens, activations_of_type.shape[-1])
+        for vector_type, activations_of_type in activations.items()
     }
     return KeptTokens(kept_blocks, received_shape_of_type)
 

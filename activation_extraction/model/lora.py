@@ -84,7 +84,7 @@ class Change(NamedTuple):
     a_key: str  # key of A (r, in) in the adapter
     b_key: str  # key of B (out, r) in the adapter
     scale: float  # factor of B @ A
-    # Whether A and B are stored transposed, under each other's key.
+    # Whether the adapter stores the transpose of B under `a_key`, and of A under `b_key`.
     has_exchanged_factors: bool = False
     expert_number: int = 0
     expert_count: int = 1  # number of experts in A and B; 1 for matrices without experts
@@ -454,8 +454,8 @@ class LoraAdapter:
             matrix_name = "down"
             matrix_shape = (hidden_size, expert_width)
         has_exchanged_factors = (output_size, input_size) == matrix_shape[::-1]
-        # If A and B are square, only the version of PEFT tells whether inputs and outputs are
-        # exchanged.
+        # If the inputs and outputs have the same size, the shapes of A and B do not tell whether
+        # inputs and outputs are exchanged, so the version of PEFT has to tell it.
         if output_size == input_size:
             peft_version = str(self._settings.get("peft_version"))
             peft_version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))

@@ -71,8 +71,8 @@ class ExpertsConfig:
     count: int  # number of experts in a layer; also a key in metadata.json
     per_token: int  # number of experts that a token uses; also a key in metadata.json
     # The names of the following fields are also keys in metadata.json, so they must not change.
-    width: int  # number of hidden values of an expert
-    shared_width: int  # number of hidden values of the shared expert; 0 without one
+    width: int  # intermediate size of an expert
+    shared_width: int  # intermediate size of the shared expert; 0 without one
     renormalise: bool  # whether the weights of a token's experts are scaled to a sum of 1
 
 
@@ -98,7 +98,8 @@ class DeltaNet:
     key_size: int  # number of dimensions of a key head
     value_size: int  # number of dimensions of a value head
     taps: int  # number of tokens over which the convolution sums
-    interleaved: bool = False  # whether the checkpoint orders projection rows by key head
+    # Whether the rows of the checkpoint's input projections are ordered by key head.
+    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ VARIANT = re.compile(r"-(Base|Instruct|Thinking|Chat)(-\d+)?$")
 
 
 def released_config(name: str) -> dict[str, Any] | None:
-    """Returns the fields of a released model's config.json that a plan needs.
+    """Returns the fields of a released model's config.json that --plan needs.
 
     Args:
         name: The name of the model on the hub, such as Qwen/Qwen2.5-7B-Instruct.

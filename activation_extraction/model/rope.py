@@ -49,7 +49,7 @@ class Rope:
     """
 
     # The names of these fields are also keys in metadata.json.
-    theta: float
+    theta: float  # base of the wavelengths
     rope_type: str = "default"  # type of the scaling, one of TYPES
     factor: float = 1.0  # length of the scaled context divided by the length of the trained one
     attention_factor: float = 1.0  # factor for rotated queries and keys with YaRN

@@ -69,8 +69,10 @@ class StepCost(NamedTuple):
     @property
     def seconds(self) -> float:
         """The duration of the step in seconds, by the formula in this module's docstring."""
-        overlapping_seconds = max(self.product_seconds, self.hbm_seconds, self.gather_seconds)
-        return overlapping_seconds + self.exchange_seconds
+        seconds_of_overlapping_work = max(
+            self.product_seconds, self.hbm_seconds, self.gather_seconds
+        )
+        return seconds_of_overlapping_work + self.exchange_seconds
 
 
 @dataclass(frozen=True)
@@ -181,12 +183,16 @@ class CostModel:
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. While a step is computed,
         # temporary copies need half as much memory as the activations of one step.
-        output_bytes = 2.5 * captured_bytes / layout.size(*AXES, "query")
+        captured_activation_bytes = 2.5 * captured_bytes / layout.size(*AXES, "query")
         encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
         num_values_of_model_dtype = (
             num_weight_values + self._tokens_on_device(layout) * activation_values_per_token
         )
-        return self.model.dtype.itemsize * num_values_of_model_dtype + output_bytes + encoder_bytes
+        return (
+            self.model.dtype.itemsize * num_values_of_model_dtype
+            + captured_activation_bytes
+            + encoder_bytes
+        )
 
     def moved_by_layer(self, layout: Layout) -> float:
         """Returns the bytes that a device reads from and writes to its memory per layer of a step.

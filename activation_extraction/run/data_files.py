@@ -42,7 +42,7 @@ class RecordedFile:
 
     name: str  # name of the file, by which stored positions of rows refer to it
     bytes: int  # number of bytes that the run reads
-    fingerprint: str  # fingerprint of these bytes; for a URL, the file's version
+    fingerprint: str  # fingerprint of the bytes that the run reads; for a URL, the file's version
 
 
 class DataFiles:

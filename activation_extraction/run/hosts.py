@@ -507,7 +507,8 @@ class Lockstep:
         self._is_stop_requested: Callable[[], object] = stopped
         self._clock = clock
         self._upcoming_batches: deque[Batch | None] = deque()
-        has_data_at_first_steps: list[bool] = []  # for each of the first STEPS_AHEAD steps
+        # Whether this host has data, for each of the first STEPS_AHEAD steps.
+        has_data_at_first_steps: list[bool] = []
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
             has_data_at_first_steps.append(self._has_data_at_later_step)

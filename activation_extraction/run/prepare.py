@@ -348,8 +348,8 @@ def smallest_device_memory(config: Config, host: Host) -> float | None:
         devices_of_host = devices_of_this_host(usable_devices(use_all_devices))
         return memory_of(devices_of_host[0])
 
-    device_memory_of_host = together(host, memory_of_this_host)
-    return min(filter(None, gather(host, device_memory_of_host)), default=None)
+    first_device_memory_bytes = together(host, memory_of_this_host)
+    return min(filter(None, gather(host, first_device_memory_bytes)), default=None)
 
 
 def source_names_of_first_host(config: Config, host: Host) -> list[str]:

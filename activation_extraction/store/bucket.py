@@ -152,7 +152,7 @@ class Bucket:
 
     def write(self, name: str, buffers: Sequence[memoryview], expected: str | None) -> str | None:
         file_bytes = sum(buffer.nbytes for buffer in buffers)
-        write_mode: Any
+        write_mode: Any  # the condition under which obstore writes the object
         if expected is None:
             write_mode = "create"
         elif expected == ANY:

@@ -103,7 +103,8 @@ class Tolerance:
     def activation_error(self) -> float:
         """The largest allowed relative error of recomputed activations.
 
-        It is `computing_error` plus `rounding_error`.
+        It allows for the error of computing the values again, and for the error of rounding them to
+        the dtype in which they are stored.
         """
         return self.computing_error + self.rounding_error
 
@@ -151,7 +152,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def are_activations(self) -> bool:
-        """Whether the values are activations.
+        """Whether the values are activations, not codes, losses, token ids or the like.
 
         Readers convert only activations to a dtype that the user asks for. If they leave out tokens
         with large norms, only the norms of activations count.

@@ -244,11 +244,13 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
         stored_metadata.get(metadata_key) == expected_value
         for metadata_key, expected_value in metadata_if_complete.items()
     ):
-        row_counts = {
+        skipped_and_empty_row_counts = {
             count_name: stored_metadata.get(count_name, 0)
             for count_name in ("skipped_rows", "empty_rows")
         }
-        return replace(plan_to_continue, is_complete=True, is_up_to_date=True, **row_counts)
+        return replace(
+            plan_to_continue, is_complete=True, is_up_to_date=True, **skipped_and_empty_row_counts
+        )
     return plan_to_continue
 
 

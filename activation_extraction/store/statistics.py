@@ -203,8 +203,8 @@ class CodeSums:
 
     tokens: int = 0  # number of tokens
     features: int = 0  # sum over tokens of the number of stored features
-    cut: int = 0  # number of active features that are not stored
-    cut_tokens: int = 0  # number of tokens with features that are not stored
+    cut: int = 0  # sum over tokens of the number of active features that are not stored
+    cut_tokens: int = 0  # number of tokens of which some active features are not stored
     error: float = 0.0  # sum over tokens of the squared norm of the reconstruction error
     square: float = 0.0  # sum over tokens of the squared norm of the activation
 

@@ -381,12 +381,12 @@ class ActivationStorage:
                 kept_positions,
                 kept_labels,
             )
-            values_by_key = {}
+            values_by_hook_key = {}
             for hook_key, hook_values in self._hook_values_by_key.items():
-                values_by_key[hook_key] = hook_values.for_shard(
+                values_by_hook_key[hook_key] = hook_values.for_shard(
                     activations[hook_key][kept_slice_or_row_and_slice]
                 )
-            self._shard_writer.add(shard_sample, values_by_key, placement.mark)
+            self._shard_writer.add(shard_sample, values_by_hook_key, placement.mark)
 
     def _check_takes_samples(self, sample_idx: int) -> None:
         if self.complete:

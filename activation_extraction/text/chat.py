@@ -278,7 +278,7 @@ class ChatTemplate:
 
     tokenizer: Any  # tokenizer, an object of transformers
     source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
-    flag_and_path: str
+    flag_and_path: str  # flag that names the templates, and its value, for messages
     value_by_argument: Mapping[str, Any]
 
     @classmethod

@@ -347,10 +347,10 @@ class FirstBytes(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        read_content = self._source_file.read(min(len(buffer), self._remaining_bytes))
-        buffer[: len(read_content)] = read_content
-        self._remaining_bytes -= len(read_content)
-        return len(read_content)
+        read_bytes = self._source_file.read(min(len(buffer), self._remaining_bytes))
+        buffer[: len(read_bytes)] = read_bytes
+        self._remaining_bytes -= len(read_bytes)
+        return len(read_bytes)
 
 
 def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:

@@ -67,11 +67,11 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
     """
     block_matches = _blocks(text)
     block_headers = [block_match[1].strip() for block_match in block_matches]
-    turns_of_blocks = _turns(block_headers, messages)
+    turn_of_each_block = _turns(block_headers, messages)
     text_spans = [Span(0, TEMPLATE, 0)]
     end_offset_of_last_block = 0
     for turn_number, (block_match, turn) in enumerate(
-        zip(block_matches, turns_of_blocks, strict=True)
+        zip(block_matches, turn_of_each_block, strict=True)
     ):
         content_start = block_match.start(2)
         content_end = block_match.end(2)
