@@ -80,8 +80,10 @@ class StepTimes(NamedTuple):
     """The seconds that the parts of a step take on each device at the device's peak rates.
 
     Attributes:
-        products: Seconds for the operations in `StepPlan.flops`.
-        kernel: Seconds for the operations in `StepPlan.delta_kernel_flops`.
+        products: Seconds for the device's share of the floating-point operations of the model and
+            the autoencoders (`StepPlan.flops`).
+        kernel: Seconds for all operations of the kernel of gated delta nets
+            (`StepPlan.delta_kernel_flops`).
         hbm: Seconds for reading and writing HBM.
         hidden: Seconds for sending while matrix products or kernels run. It may be more than the
             seconds of these products and kernels.

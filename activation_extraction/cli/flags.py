@@ -933,8 +933,11 @@ class Config:
 
     model: ModelOptions = part(ModelOptions, MODEL)  # model and its dtype
     hooks: HookOptions = part(HookOptions, EXTRACT)  # hooks whose activations or codes are stored
+    # Text that the model reads, and the choice of stored tokens.
     text: TextOptions = part(TextOptions, TEXT)
+    # Way in which steps are computed.
     computing: ComputingOptions = part(ComputingOptions, COMPUTING)
+    # Number of this process among the machines and hosts.
     hosts: HostOptions = part(HostOptions, HOSTS)
     output: OutputOptions = part(OutputOptions, OUTPUT)  # folders in which the shards are stored
     storage: StorageOptions = part(StorageOptions, OUTPUT)  # options for storing activations

@@ -54,7 +54,7 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
 
 
 def on_terminal() -> bool:
-    """Returns whether stderr is a terminal, which shows a progress bar."""
+    """Returns whether stderr is a terminal, on which a progress bar can be shown."""
     return sys.stderr.isatty()
 
 

@@ -217,7 +217,7 @@ class SpeculatorsFormat(DraftFormat):
             run does, otherwise in the dtype of the run.
     """
 
-    flag_value = "speculators"
+    flag_value = "speculators"  # value of --export that selects this format
     needed_package = "datasets"
     hook_globs = STREAM_GLOBS
     accepted_hooks_in_words = " and ".join(hook_globs)
@@ -351,7 +351,7 @@ class SpecForgeFormat(DraftFormat):
     (1, tokens, width).
     """
 
-    flag_value = "specforge"
+    flag_value = "specforge"  # value of --export that selects this format
     needed_package = "torch"
     hook_globs = (*STREAM_GLOBS, FINAL_NORM_HOOK)
     accepted_hooks_in_words = " and ".join(hook_globs)

@@ -44,7 +44,7 @@ class DelphiFormat(ExportFormat):
     - `tokens`: The token ids of all rows, (rows, ROW_TOKENS).
     """
 
-    flag_value = "delphi"
+    flag_value = "delphi"  # value of --export that selects this format
     needed_package = "safetensors"
     accepted_hooks_in_words = "codes, which --encode stores"
     needs_every_token = True

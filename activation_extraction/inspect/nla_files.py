@@ -128,7 +128,7 @@ class NlaFormat(ExportFormat):
     files cannot contain bfloat16, and the pipeline reads float32, so the activations are float32.
     """
 
-    flag_value = "nla"
+    flag_value = "nla"  # value of --export that selects this format
     needed_package = "transformers"
     accepted_hooks_in_words = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
     needs_text = True

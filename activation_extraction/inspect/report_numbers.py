@@ -338,11 +338,11 @@ def throughput(
         for cumulative_seconds_and_tokens in cumulative_seconds_and_tokens_of_hosts
     )
     bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
-    longest_seconds = max(
+    seconds_of_longest_host = max(
         seconds_until_shard_ends[-1]
         for seconds_until_shard_ends, _ in cumulative_seconds_and_tokens_of_hosts
     )
-    bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
+    bin_edges = np.linspace(0, seconds_of_longest_host, bin_count + 1)
     token_counts_until_bin_edges = np.zeros(bin_count + 1)
     for seconds_until_shard_ends, tokens_until_shard_ends in cumulative_seconds_and_tokens_of_hosts:
         token_counts_until_bin_edges += np.interp(

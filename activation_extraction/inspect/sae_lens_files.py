@@ -20,7 +20,7 @@ class SaeLensFormat(ExportFormat):
     trains on them. Arrow files cannot contain bfloat16, so such values are written as float32.
     """
 
-    flag_value = "sae_lens"
+    flag_value = "sae_lens"  # value of --export that selects this format
     needed_package = "datasets"
     accepted_hooks_in_words = "activations, no codes"
     tokens_per_row = 128  # the default of SAELens's setting context_size

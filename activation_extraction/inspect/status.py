@@ -177,7 +177,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         return state_without_metadata
     recent_pace = _pace(commits)
     expected_end_time = None
-    stored_fraction = None
+    stored_fraction_of_limit = None
     last_sign_time = max([run_metadata["written"], *(commit.committed for commit in commits)])
     state_name = _state(run_log, run_metadata, recent_pace, last_sign_time)
     limit_by_count_name = {}
@@ -189,7 +189,9 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         stored_fractions_of_limits = []
         for count_name, max_count in limit_by_count_name.items():
             stored_fractions_of_limits.append(getattr(host_totals, count_name) / (max_count or 1))
-        stored_fraction = 1.0 if state_name == "complete" else max(stored_fractions_of_limits)
+        stored_fraction_of_limit = (
+            1.0 if state_name == "complete" else max(stored_fractions_of_limits)
+        )
     if state_name == "running" and recent_pace is not None:
         seconds_until_limits = []
         for count_name, max_count in limit_by_count_name.items():
@@ -205,7 +207,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         last_sign=last_sign_time,
         tokens_per_second=None if recent_pace is None else recent_pace.tokens_per_second,
         expected_end=expected_end_time,
-        share=stored_fraction,
+        share=stored_fraction_of_limit,
     )
 
 
@@ -394,12 +396,12 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
     if expected_end_times and len(expected_end_times) == len(running_hosts):
         expected_end_time = max(expected_end_times)
     started_hosts = [host_state for host_state in hosts if host_state.state != "not started"]
-    stored_fractions = [
+    stored_fractions_of_hosts = [
         host_state.share for host_state in started_hosts if host_state.share is not None
     ]
-    stored_fraction = None
-    if stored_fractions and len(stored_fractions) == len(started_hosts):
-        stored_fraction = sum(stored_fractions) / len(hosts)
+    stored_fraction_of_run = None
+    if stored_fractions_of_hosts and len(stored_fractions_of_hosts) == len(started_hosts):
+        stored_fraction_of_run = sum(stored_fractions_of_hosts) / len(hosts)
     last_commit_times = [
         host_state.last_commit for host_state in hosts if host_state.last_commit is not None
     ]
@@ -412,7 +414,7 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         last_commit=max(last_commit_times, default=None),
         tokens_per_second=sum(host_speeds) if host_speeds else None,
         expected_end=expected_end_time,
-        share=stored_fraction,
+        share=stored_fraction_of_run,
     )
 
 

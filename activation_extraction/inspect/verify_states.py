@@ -640,8 +640,8 @@ def _describe_by_same_sample(
             return None
         first_or_last = "first" if best_match.token_offset == 0 else "last"
         other_hook_in_words = _other_hook(best_match.hook_name, hook, model)
-        states_in_words = f"those of the {first_or_last} {len(stored_states)}"
-        return f"{counts_in_words}: {states_in_words}{other_hook_in_words}"
+        compared_states_in_words = f"those of the {first_or_last} {len(stored_states)}"
+        return f"{counts_in_words}: {compared_states_in_words}{other_hook_in_words}"
     if best_match.token_offset:
         next_or_previous = "next" if best_match.token_offset > 0 else "previous"
         other_hook_in_words = _other_hook(best_match.hook_name, hook, model)

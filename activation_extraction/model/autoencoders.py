@@ -310,13 +310,13 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
         InputError: If there is no format whose files all exist. The message lists the files of all
             formats.
     """
-    expected_files: list[str] = []
+    expected_files_in_words: list[str] = []
     for file_format in FORMATS:
         weights_file_pattern = file_format.weights_file
         config_file = file_format.config_file
         format_weights_file = weights_file_pattern.format(files.layer_digits)
         shown_weights_file = weights_file_pattern.format(files.layer_digits or "N")
-        expected_files.append(
+        expected_files_in_words.append(
             f"{shown_weights_file} with {config_file}" if config_file else shown_weights_file
         )
         if weights_file not in ("", format_weights_file):
@@ -338,7 +338,7 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
     )
     raise files.error(
         f"has no {weights_file or 'files'} of a supported format; looked for "
-        f"{', '.join(dict.fromkeys(expected_files))}{layer_remark}"
+        f"{', '.join(dict.fromkeys(expected_files_in_words))}{layer_remark}"
     )
 
 

@@ -159,8 +159,9 @@ def memory_of(device: Any) -> float | None:
     """Returns the bytes of memory that a device can use, or None if they are unknown.
 
     A device of this host reports its memory. For devices of other hosts, and for devices that
-    --plan describes, the result comes from CHIPS. For a CPU device, it is the host's memory divided
-    by the number of the host's CPU devices.
+    --plan describes, the result comes from the data sheets of the vendors, which the table CHIPS
+    contains. For a CPU device, it is the host's memory divided by the number of the host's CPU
+    devices.
     """
     if device.platform == "cpu":
         return host_memory() / jax.local_device_count()

@@ -50,7 +50,7 @@ GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"
 # block, which is read meanwhile. The other bytes of FAST_MEMORY are for the tokens and results of
 # tiles.
 MOST_OF_WEIGHTS = 40 * 2**20
-# The bytes of fast memory that a kernel may take. v5p has 64 MiB; v5e and v6e have more.
+# The bytes of fast memory that a kernel may take. v5p has 64 MiB of it; v5e and v6e have more.
 FAST_MEMORY = 56 * 2**20
 
 

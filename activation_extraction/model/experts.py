@@ -295,16 +295,16 @@ def _sum_in_ring(
     own_part_results, *other_part_results = map(
         lax.optimization_barrier, jnp.split(y, device_count)
     )
-    half_sums = []
+    sums_of_halves = []
     for half_slice, ring_shift in half_slices_and_shifts:
-        half_sum = other_part_results[0][half_slice]
+        sum_of_half = other_part_results[0][half_slice]
         for part_results in [*other_part_results[1:], own_part_results]:
-            half_sum = (
-                hop(half_sum.astype(x.dtype), ring_shift).astype(jnp.float32)
+            sum_of_half = (
+                hop(sum_of_half.astype(x.dtype), ring_shift).astype(jnp.float32)
                 + part_results[half_slice]
             )
-        half_sums.append(half_sum)
-    return jnp.concatenate(half_sums)
+        sums_of_halves.append(sum_of_half)
+    return jnp.concatenate(sums_of_halves)
 
 
 def in_sorted_rows(

@@ -104,6 +104,8 @@ class HookKind:
 
     name: str  # canonical name
     letters: str  # one letter for each axis of the values of a token, such as "NH"
+    # Dotted path of the array to capture among the intermediates of a layer, such as "attn.q": the
+    # names of the modules that contain the array, then its own name.
     intermediate_path: str
     modules: tuple[str, ...] = ()  # names of the same values in Hugging Face
     aliases: tuple[str, ...] = ()  # other names in TransformerLens

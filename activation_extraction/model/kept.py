@@ -63,6 +63,8 @@ class KeptTokens(NamedTuple):
     """
 
     blocks: list[KeptBlock]  # blocks that together contain all kept tokens
+    # Vector type (a width and a dtype) -> shape of the activations at the hooks of this type:
+    # (hooks, kept tokens of the batch, width).
     shape_of_type: dict[VectorType, tuple[int, int, int]]
 
     def receive(self) -> dict[VectorType, np.ndarray]:
@@ -112,9 +114,9 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
     }
     # The arrays of all vector types are split alike: their parts on a device have the same rows and
     # tokens.
-    shards_of_a_type = next(iter(device_shards_of_type.values()))
+    shards_of_first_type = next(iter(device_shards_of_type.values()))
     host_mesh = Mesh(
-        np.array([device_shard.device for device_shard in shards_of_a_type]), ("device",)
+        np.array([device_shard.device for device_shard in shards_of_first_type]), ("device",)
     )
     index_sharding = NamedSharding(host_mesh, PartitionSpec("device"))
     host_array_of_type = {
@@ -122,7 +124,7 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
         for vector_type, shards_of_type in device_shards_of_type.items()
     }
     kept_blocks = []
-    for block_plan in _block_plans(kept, rows_and_tokens(shards_of_a_type)):
+    for block_plan in _block_plans(kept, rows_and_tokens(shards_of_first_type)):
         device_token_indices = jax.device_put(block_plan.device_token_indices, index_sharding)
         gathered_array_of_type = {
             vector_type: take(host_mesh, host_array, device_token_indices)

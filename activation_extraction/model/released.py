@@ -9,8 +9,8 @@ Qwen3-Next models are from transformers. run/estimate.py makes the plan.
 import re
 from typing import Any
 
-# The limit of tokens per row. The table has the same limit for all models, although some of the
-# models have fewer positions.
+# The largest number of tokens per row (max_position_embeddings in config.json). The table has the
+# same limit for all models, although some of the models have fewer positions.
 MAX_POSITIONS = 262144
 # The following dictionaries contain fields of config.json that several models share.
 FAMILY = {"vocab_size": 151936, "max_position_embeddings": MAX_POSITIONS}

@@ -373,7 +373,7 @@ def estimate_totals(
         - "terabytes": The terabytes that are stored, before compression.
     """
     hours_range = None
-    price_range = None
+    dollars_range = None
     stored_terabytes = None
     if run.token_counts is not None:
         stored_terabytes = run.token_counts.num_stored_tokens * token_bytes / 1e12
@@ -396,11 +396,11 @@ def estimate_totals(
         if hours_range is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars
             chip_hours_range = [run.topology.num_chips * hours for hours in hours_range]
-            price_range = [
+            dollars_range = [
                 chip_hours_range[0] * min(chip_hour_prices),
                 chip_hours_range[1] * max(chip_hour_prices),
             ]
-    return {"hours": hours_range, "dollars": price_range, "terabytes": stored_terabytes}
+    return {"hours": hours_range, "dollars": dollars_range, "terabytes": stored_terabytes}
 
 
 def lines_of(

@@ -68,6 +68,8 @@ class Difference(NamedTuple):
         value_in_second_identity: Value for the second identity, as JSON.
     """
 
+    # Name of the field in metadata.json, or a description of the property, such as "the size of
+    # data file a.jsonl".
     field_name: str
     value_in_first_identity: Any  # value for the first identity, as JSON
     value_in_second_identity: Any  # value for the second identity, as JSON

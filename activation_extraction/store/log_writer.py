@@ -415,6 +415,8 @@ class LogWriter:
     def _commit_in(self, json_bytes: bytes) -> Commit | None:
         """Returns the commit in a JSON file of the log.
 
+        A JSON file with a reservation only reserves the number of a shard for a process.
+
         Args:
             json_bytes: Content of the file.
 

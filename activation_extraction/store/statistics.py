@@ -288,7 +288,7 @@ class Statistics:
     """
 
     tokens: int = 0  # number of tokens; also a key in JSON files
-    values: int = 0  # number of values of these tokens; also a key in JSON files
+    values: int = 0  # number of values of all tokens together; also a key in JSON files
     overall_mean: float = 0.0  # mean of all values of all tokens
     overall_variance: float = 0.0  # population variance of all values
     mean_norm: float = 0.0  # mean norm of the tokens

@@ -270,10 +270,10 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """
     allowed_cut_patterns = []
     for cut_pattern, (texts_before_cut, texts_after_cut) in CUT_TRIALS.items():
-        text_pairs = product(texts_before_cut, texts_after_cut)
+        text_pairs_around_cut = product(texts_before_cut, texts_after_cut)
         if all(
             _keeps_words(tokenizer, text_before_cut, text_after_cut)
-            for text_before_cut, text_after_cut in text_pairs
+            for text_before_cut, text_after_cut in text_pairs_around_cut
         ):
             allowed_cut_patterns.append(cut_pattern)
     if not allowed_cut_patterns:
