@@ -128,14 +128,14 @@ def extract(config: Config) -> int:
         stop_signal_number = 0
         try:
             if any_host(host, [not run.storage.complete])[0]:
-                is_complete, stop_signal_number = compute(run, clock)
+                is_run_complete, stop_signal_number = compute(run, clock)
             else:
                 if config.repair:
                     log.info("no shard needs repair")
                 else:
                     log.info("everything has been computed already")
                 finish(run, clock, complete=True)
-                is_complete = True
+                is_run_complete = True
         except RunError as error:
             stored_totals = run.storage.totals
             message_with_totals = (
@@ -145,22 +145,22 @@ def extract(config: Config) -> int:
             failure_with_totals = reworded(error, message_with_totals, RunError)
             failure_with_totals.remedy = failure_with_totals.remedy or remedy_in_words
             raise failure_with_totals from error
-        print_summary(run, clock, is_complete)
+        print_summary(run, clock, is_run_complete)
         stored_totals = run.storage.totals
         has_samples, has_tokens = any_host(
             host, [stored_totals.samples > 0, stored_totals.tokens > 0]
         )
         leave(host)
-    if is_complete and has_samples and not has_tokens:
+    if is_run_complete and has_samples and not has_tokens:
         token_choice = run.text.sample_settings.token_choice
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({token_choice})",
             remedy="start anew with another choice and --overwrite",
             is_recurring=True,
         )
-    if config.repair and is_complete:
+    if config.repair and is_run_complete:
         return verify(run.storage.destination, None, 0)
-    return 0 if is_complete else 128 + (stop_signal_number or signal.SIGTERM)
+    return 0 if is_run_complete else 128 + (stop_signal_number or signal.SIGTERM)
 
 
 def compute(run: Run, clock: Clock) -> tuple[bool, int]:

@@ -178,9 +178,9 @@ class HookedModel(nn.Module):
             of the type, B, T, width).
         """
         layer_plan = capture.plan(range(self.num_layers))
-        end_plan = capture.plan_end()
+        plan_after_layers = capture.plan_end()
         x = self.embed_tokens(token_ids)
-        hook_buffers = capture.buffers([layer_plan, end_plan], token_ids.shape)
+        hook_buffers = capture.buffers([layer_plan, plan_after_layers], token_ids.shape)
         rotary = rotary_table(positions, self.config)
         with jax.named_scope("layers"):
             stacked_layers = self.decoder.stacked(self.layers)
@@ -191,7 +191,9 @@ class HookedModel(nn.Module):
             bits_of_kinds_after_last_layer = self._bits_after_last_layer(
                 capture, x, token_ids, positions
             )
-            hook_buffers = capture.write(hook_buffers, end_plan, bits_of_kinds_after_last_layer)
+            hook_buffers = capture.write(
+                hook_buffers, plan_after_layers, bits_of_kinds_after_last_layer
+            )
         return capture.values(hook_buffers)
 
     def _run_in_stages(

@@ -154,8 +154,8 @@ class Comparison:
 class Agreement:
     """Compares the shards of contenders with each other and with the documents' token ids.
 
-    A contender is one of the programs whose speed the benchmark compares.
-    The first contender whose shards are checked in a dtype is the reference in this dtype.
+    A contender is one of the programs whose speed the benchmark compares. The first contender
+    whose shards are checked in a dtype is the reference in this dtype.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:

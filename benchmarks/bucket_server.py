@@ -210,8 +210,8 @@ class Connection(socketserver.StreamRequestHandler):
         object_headers = f"ETag: {stored_object.etag}\r\nx-goog-generation: 1\r\n"
         object_headers += f"Last-Modified: {HEADER_DATE}\r\n"
         if http_status == 206:
-            range_with_size = f"{start_offset}-{stop_offset - 1}/{stored_object.num_bytes}"
-            object_headers += f"Content-Range: bytes {range_with_size}\r\n"
+            content_range = f"{start_offset}-{stop_offset - 1}/{stored_object.num_bytes}"
+            object_headers += f"Content-Range: bytes {content_range}\r\n"
         self.send_headers(http_status, stop_offset - start_offset, object_headers)
         if method == "GET" and stop_offset > start_offset:
             self.send_file(stored_object.path, start_offset, stop_offset)

@@ -96,10 +96,10 @@ def batches_of(
     document_indices_of_batches = [
         document_indices[batch_start : batch_start + batch_size] for batch_start in batch_starts
     ]
-    first_selected_batch = min(
+    index_of_first_selected_batch = min(
         batches_per_computed_batch // 2, len(document_indices_of_batches) - 1
     )
-    return document_indices_of_batches[first_selected_batch::batches_per_computed_batch]
+    return document_indices_of_batches[index_of_first_selected_batch::batches_per_computed_batch]
 
 
 def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
@@ -222,6 +222,7 @@ class Shards:
     written_bytes: int = 0  # total size in bytes of the files written so far
     _num_written_shards: int = 0
     _collected_array_bytes: int = 0  # bytes of the values that are not written yet
+    # Name of a hook -> records that are not written yet, one for each document.
     _records_by_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(
@@ -280,7 +281,7 @@ class Shards:
         """
         if self.way.uses_isal:
             return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=ISAL_LEVEL)
-        # The default compression level of Python's gzip is 9, the slowest one.
+        # Without a level, Python's gzip compresses at level 9, the slowest one.
         return gzip.GzipFile(fileobj=file, mode="wb")
 
 

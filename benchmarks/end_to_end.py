@@ -226,10 +226,10 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         dtype -> FLOP/s of the fastest product in the faster library.
     """
     peak_flops_per_second_by_dtype: dict[str, float] = defaultdict(float)
-    pythons_and_libraries = [(sys.executable, "jax")]
+    python_paths_and_libraries = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
-        pythons_and_libraries.append((str(options.competitors), "torch"))
-    for python_path, library in pythons_and_libraries:
+        python_paths_and_libraries.append((str(options.competitors), "torch"))
+    for python_path, library in python_paths_and_libraries:
         peak_command = [
             python_path,
             str(ROOT / "benchmarks/peak.py"),

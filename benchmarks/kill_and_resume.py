@@ -428,14 +428,14 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     model_flags = ["--model_path", str(model_folder)]
     text_flags = [*model_flags, "--dataset_path", documents_path]
     flags_for_files = [*model_flags, "--dataset_path", str(folder / "files")]
-    mixture_parts = [f"{first_half_path}=0.7", f"{folder}/half.parquet=0.3"]
+    sources_with_weights = [f"{first_half_path}=0.7", f"{folder}/half.parquet=0.3"]
     chat_flags = ["--dataset_path", conversations_path, "--messages_column", "messages"]
     chat_flags += ["--chat_template", str(template_path), "--roles", "system", "user"]
     ids_flags = ["--dataset_path", token_ids_path, "--ids_column", "ids", "--mask_column", "mask"]
     return {
         "text": text_flags,
         "shuffled files": [*flags_for_files, "--shuffle_documents", "3"],
-        "mixture": [*model_flags, "--mix", *mixture_parts],
+        "mixture": [*model_flags, "--mix", *sources_with_weights],
         "pieces": [*text_flags, "--long_documents", "split", "--overlap", "8"],
         "chat": [*model_flags, *chat_flags],
         "ids": [*model_flags, *ids_flags],

@@ -84,7 +84,7 @@ class FinishedProcess:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The JSON object in the last line of the stdout."""
+        """The JSON object that the process printed as the last line of its stdout."""
         return json.loads(self.stdout.splitlines()[-1])
 
     def seconds_until(self, words: str) -> float:

@@ -545,15 +545,15 @@ class ProgramText:
             counted_names: The names of collectives whose bytes were counted at their start. They
                 are not counted again.
         """
-        read_bytes = 0
+        num_read_bytes = 0
         for operand_position, operand_name in enumerate(instruction.operands):
             array_match = ARRAY.match(self.instruction_by_name[operand_name].result)
             if array_match and operand_name not in instruction.operands[:operand_position]:
                 operand_bytes = _padded_hbm_bytes(array_match)
-                read_bytes += self._operand_bytes_read(
+                num_read_bytes += self._operand_bytes_read(
                     instruction, operand_position, operand_bytes, [], counted_names
                 )
-        return read_bytes
+        return num_read_bytes
 
     def _operand_bytes_read(
         self,
@@ -598,18 +598,18 @@ class ProgramText:
             )
         else:
             return operand_bytes
-        read_bytes = 0
+        num_read_bytes = 0
         for reading_instruction in possibly_reading_instructions:
             for position_in_reader, operand_name in enumerate(reading_instruction.operands):
                 if operand_name == operand_name_in_readers:
-                    read_bytes += self._operand_bytes_read(
+                    num_read_bytes += self._operand_bytes_read(
                         reading_instruction,
                         position_in_reader,
                         operand_bytes,
                         possibly_reading_instructions,
                         counted_names,
                     )
-        return min(operand_bytes, read_bytes)
+        return min(operand_bytes, num_read_bytes)
 
     def _bytes_written(self, instruction: Instruction) -> int:
         """Returns the bytes of HBM that an instruction writes.
@@ -729,9 +729,9 @@ def _padded_hbm_bytes(array_match: re.Match[str]) -> int:
     padded_shape = _shape(array_match)
     tile_match = re.match(r"T\(([\d,]+)\)", tiling_text)
     if tile_match and axis_order:
-        minor_first_axes = [int(axis) for axis in axis_order.split(",")]
+        axes_minor_to_major = [int(axis) for axis in axis_order.split(",")]
         tile_sizes = [int(size_text) for size_text in tile_match[1].split(",")]
-        for axis, tile_size in zip(minor_first_axes, reversed(tile_sizes), strict=False):
+        for axis, tile_size in zip(axes_minor_to_major, reversed(tile_sizes), strict=False):
             padded_shape[axis] = -(-padded_shape[axis] // tile_size) * tile_size
     return math.prod(padded_shape) * _bits(array_match) // 8
 

@@ -187,8 +187,9 @@ class Case(NamedTuple):
     def _bare_arrays(self, hook_name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the arrays that `write_bare_file` writes for a hook, by their names in the file.
 
-        They are the arrays of a shard: activations, float8 values with their scales, or the five
-        arrays of codes. They come without the token ids and positions that a shard also contains.
+        They are the arrays that a shard contains for the hook: activations, float8 values with
+        their scales, or the five arrays of codes. They come without the token ids and positions
+        that a shard also contains.
 
         Args:
             hook_name: The name of the hook.

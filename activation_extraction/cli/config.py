@@ -356,7 +356,7 @@ def _refuse_conflicts(values: Values) -> None:
                 )
     mode_flags = [f"--{mode_name}" for mode_name in MODES if mode_name in values]
     if "plan" in values and "overwrite" in values:
-        mode_flags.remove("--overwrite")  # --plan also estimates a run with --overwrite
+        mode_flags.remove("--overwrite")  # --plan estimates a run with it, too
     if len(mode_flags) > 1:
         raise InputError(f"{' and '.join(mode_flags)} cannot be used together")
     if values.get("compress_shards") and values.get("shard_format") == "safetensors":

@@ -895,7 +895,7 @@ class LookingOptions:
 
     @property
     def needs_model(self) -> bool:
-        """Returns whether --verify or --export needs the model, or only its tokenizer."""
+        """Returns whether --verify needs the model, or --export needs its tokenizer."""
         return self.verify_samples > 0 or self.export == "nla"
 
 

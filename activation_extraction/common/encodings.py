@@ -53,7 +53,7 @@ class Float8Array:
 
     @classmethod
     def of(cls, x: np.ndarray) -> "Float8Array":
-        """Returns the encoded activations.
+        """Encodes activations in float8, with one scale for each token.
 
         Args:
             x: The activations, (tokens, width), of any floating-point dtype.

@@ -189,8 +189,10 @@ class Batches(Iterator[T]):
             parts: The number of workers of the DataLoader.
         """
         loader_worker_number, num_loader_workers = _loader_worker_and_count() or ONLY_WORKER
-        fingerprints = "\n".join(token_source.fingerprint for token_source in self._token_sources)
-        data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
+        fingerprint_lines = "\n".join(
+            token_source.fingerprint for token_source in self._token_sources
+        )
+        data_digest = hashlib.sha256(fingerprint_lines.encode()).hexdigest()
         settings_of_first_run, *settings_of_other_runs = (
             token_source.options.setting for token_source in self._token_sources
         )

@@ -311,9 +311,10 @@ class JoinedRuns(AlignedRuns, Samples):
         Raises:
             ValueError: If two runs have different ids for the same token.
         """
-        index_by_run = self._sample_indices[:, index].tolist()
+        sample_index_by_run = self._sample_indices[:, index].tolist()
         samples = [
-            run[index_in_run] for run, index_in_run in zip(self.runs, index_by_run, strict=True)
+            run[sample_index_in_run]
+            for run, sample_index_in_run in zip(self.runs, sample_index_by_run, strict=True)
         ]
         common_positions = reduce(np.intersect1d, (sample.position for sample in samples))
         first_sample, *other_samples = (
@@ -498,11 +499,11 @@ def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
         ValueError: If two runs have a hook of the same name.
     """
     joined_values = ByHook[Any]({})
-    for values_of_run in values_of_runs:
-        for hook_name in filter(joined_values.__contains__, values_of_run):
+    for value_by_hook in values_of_runs:
+        for hook_name in filter(joined_values.__contains__, value_by_hook):
             raise ValueError(f"hook {hook_name!r} is in more than one of the runs")
-        joined_values.update(values_of_run)
-        joined_values.aliases.update(values_of_run.aliases)
+        joined_values.update(value_by_hook)
+        joined_values.aliases.update(value_by_hook.aliases)
     return joined_values
 
 

@@ -305,10 +305,10 @@ class TokenSource:
         return self._begin_tokens(chunks)()
 
     def _begin_tokens(self, chunks: Sequence[Chunk]) -> Callable[[], ShardTokens]:
-        """Begins to read all tokens of some chunks of one shard.
+        """Begins to read all tokens of some chunks of one shard, without their activations.
 
         Args:
-            chunks: Chunks of the shard, in ascending order.
+            chunks: Chunks (ranges of consecutive tokens) of the shard, in ascending order.
 
         Returns:
             A function that waits for the tokens and returns them.
@@ -616,19 +616,19 @@ def as_mask(mask: Any, sample_count: int) -> np.ndarray:
             or values that are no booleans.
     """
     mask_array = np.asarray(mask)
-    boolean_array = mask_array
+    array_of_booleans = mask_array
     # np.asarray converts an array of pandas or pyarrow that may contain nulls to the dtype object,
     # and an empty list to the dtype float64.
     if mask_array.dtype == object or not mask_array.size:
-        boolean_array = np.array(
+        array_of_booleans = np.array(
             [element for element in mask_array.flat if isinstance(element, bool | np.bool_)], bool
         )
     are_all_elements_booleans = (
-        boolean_array.dtype == bool and boolean_array.shape == mask_array.shape
+        array_of_booleans.dtype == bool and array_of_booleans.shape == mask_array.shape
     )
     if not are_all_elements_booleans or mask_array.shape != (sample_count,):
         raise ValueError(
             f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or "
             f"false, never null, for each of {counted(sample_count, 'sample')}"
         )
-    return boolean_array
+    return array_of_booleans

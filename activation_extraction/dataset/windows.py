@@ -107,7 +107,7 @@ class Windows:
     read: Callable[[Chunk], tuple[Block, ...]]  # reads a chunk, and returns a block for each run
     num_chunks_read_at_once: int  # number of chunks that are read at the same time
     max_window_tokens: int  # number of tokens in a window; the last window may have fewer
-    seed: int | None  # seed for shuffling the tokens of a window
+    seed: int | None  # seed for shuffling a window's tokens; None to keep their order
 
     def beginning(self, begin_position: Position) -> Generator[Window, None, None]:
         """Yields the windows, beginning at a position.

@@ -218,10 +218,10 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
         (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
     )
     max_other_expert_tokens = max(int(limits.max_other_expert_fraction * len(errors)), 1)
-    candidate_indices_by_error = candidate_token_indices[
+    candidate_indices_largest_error_first = candidate_token_indices[
         np.argsort(-errors[candidate_token_indices])
     ]
-    may_have_other_experts[candidate_indices_by_error[:max_other_expert_tokens]] = True
+    may_have_other_experts[candidate_indices_largest_error_first[:max_other_expert_tokens]] = True
     return may_have_other_experts
 
 
@@ -244,7 +244,7 @@ class Alignment(NamedTuple):
     row_number: int  # number of the row whose sample was computed
     hook_name: str  # name of the hook at which the states were computed
     token_offset: int
-    is_matching_state: np.ndarray
+    is_matching_state: np.ndarray  # whether each stored state matches, bool (states,)
 
     @property
     def num_matching_states(self) -> int:

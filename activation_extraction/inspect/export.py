@@ -149,13 +149,13 @@ def export(
         f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
     if num_omitted_tokens := finished_dataset.tokens - export_result.num_tokens:
-        place_of_left_out_tokens = (
+        left_out_place_in_words = (
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )
         say(
             f"left out: {counted(num_omitted_tokens, 'token')}, too few for a row of "
             f"{tokens_per_row}"
-            f"{place_of_left_out_tokens}"
+            f"{left_out_place_in_words}"
         )
     for omission_in_words in export_result.omissions:
         say(f"left out: {omission_in_words}")

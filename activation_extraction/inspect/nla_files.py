@@ -140,7 +140,7 @@ class NlaFormat(ExportFormat):
         return STREAM_PATTERN.fullmatch(hook) is not None
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the name of the single chosen hook.
+        """Returns a list with the name of the only chosen hook.
 
         Raises:
             InputError: If several hooks are chosen, or a hook that the format does not accept.

@@ -249,14 +249,14 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
     """
     token_ids_by_neighbour_row = {}
     for row_number in row_numbers:
-        for neighbour_number in (row_number - 1, row_number + 1):
+        for neighbour_row_number in (row_number - 1, row_number + 1):
             if (
-                neighbour_number in folder.path_by_row_number
-                and neighbour_number not in row_numbers
+                neighbour_row_number in folder.path_by_row_number
+                and neighbour_row_number not in row_numbers
             ):
                 try:
-                    token_ids_by_neighbour_row[neighbour_number] = folder.read(
-                        neighbour_number
+                    token_ids_by_neighbour_row[neighbour_row_number] = folder.read(
+                        neighbour_row_number
                     ).token_ids
                 except RunError:
                     # Neighbours only serve to explain wrong states, so an unreadable one is left
@@ -595,8 +595,8 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
     hook_names = [*hooks]
     if not expected.is_certain:
         return hook_names
-    expected_index = hook_names.index(expected.name)
-    return hook_names[max(expected_index - 1, 0) : expected_index + 2]
+    index_of_expected_hook = hook_names.index(expected.name)
+    return hook_names[max(index_of_expected_hook - 1, 0) : index_of_expected_hook + 2]
 
 
 def _describe_by_same_sample(
@@ -695,7 +695,7 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates)
     layer_distance = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
     if expected_hook_name == FINAL_NORM_HOOK:
         # In `ordered_hook_names`, the final norm follows the last stream like one more layer. But
-        # it is no layer, because it only normalises the output of the last block.
+        # it only normalises the output of the last block, so it does not count as a layer.
         layer_distance += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
         layer_distance -= 1

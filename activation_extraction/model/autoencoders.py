@@ -314,23 +314,25 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
     for file_format in FORMATS:
         weights_file_pattern = file_format.weights_file
         config_file = file_format.config_file
-        format_weights_file = weights_file_pattern.format(files.layer_digits)
+        weights_file_of_format = weights_file_pattern.format(files.layer_digits)
         shown_weights_file = weights_file_pattern.format(files.layer_digits or "N")
         expected_files_in_words.append(
             f"{shown_weights_file} with {config_file}" if config_file else shown_weights_file
         )
-        if weights_file not in ("", format_weights_file):
+        if weights_file not in ("", weights_file_of_format):
             continue
-        has_layer_in_file_name = format_weights_file != weights_file_pattern
+        has_layer_in_file_name = weights_file_of_format != weights_file_pattern
         if (has_layer_in_file_name and not files.layer_digits) or not files.has(
-            format_weights_file
+            weights_file_of_format
         ):
             continue
         if config_file is None:
-            return file_format.convert_to_fields(files, {}, files.tensors(format_weights_file))
+            return file_format.convert_to_fields(files, {}, files.tensors(weights_file_of_format))
         if files.has(config_file):
             config = read_json(files.local_path(config_file))
-            return file_format.convert_to_fields(files, config, files.tensors(format_weights_file))
+            return file_format.convert_to_fields(
+                files, config, files.tensors(weights_file_of_format)
+            )
     if files.has("ae.pt"):
         raise files.error("is an autoencoder of dictionary_learning, whose format is not supported")
     layer_remark = (
@@ -654,7 +656,7 @@ class Format(NamedTuple):
             of the layer; a name without "{}" is the same for all layers.
     """
 
-    # Function that converts an autoencoder of this format.
+    # Function that converts an autoencoder of this format to the fields of an `Autoencoder`.
     convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
     config_file: str | None  # name of the configuration file; None if the format has none
     weights_file: str  # name of the file with the tensors; {} stands for the number of the layer

@@ -199,7 +199,7 @@ class Decoder:
         )
         # If all layers have one type, lax.scan slices each layer's parameters from the stacks.
         # Otherwise, `run_layer` takes them from the stacks of the layer's type.
-        single_type_params = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
+        params_of_only_type = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
             type_number, stack_row, layer_params, has_window, input_of_body = loop_element
@@ -230,7 +230,7 @@ class Decoder:
         arrays_with_layer_axis = (
             type_number_by_layer,
             stack_row_by_layer,
-            single_type_params,
+            params_of_only_type,
             has_window_by_layer,
             per_layer,
         )

@@ -158,10 +158,10 @@ def _compute_block(
     k_scale = inverse_length(k)  # shape (2C, 1)
     k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # (1, 2C)
     # The products of every two keys of a chunk, with the two chunks of the block side by side,
-    # (C, 2C). `query_products` are the products of every query and every key of a chunk.
+    # (C, 2C). `query_key_products` are the products of every query and every key of a chunk.
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
-    query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
-    query_products *= _side_by_side(q_scale)
+    query_key_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
+    query_key_products *= _side_by_side(q_scale)
     # The log decays and the rates (betas) of the tokens, (tokens of two chunks, value heads) each.
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)
     head_count, _, value_size = v_ref.shape
@@ -175,7 +175,7 @@ def _compute_block(
         decay_between_tokens, decays_since_chunk_begin = _decays(log_decays[:, head_number, None])
         scaled_betas = _side_by_side(betas[:, head_number, None] * k_scale)
         inverse_matrix_by_head.append(_inverse(scaled_betas * key_products * decay_between_tokens))
-        output_factors_by_head.append(query_products * decay_between_tokens)
+        output_factors_by_head.append(query_key_products * decay_between_tokens)
         decays_since_chunk_begin_by_head.append(decays_since_chunk_begin)
         decay_until_chunk_end = decay_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
         decays_until_chunk_end_by_head.append(k_scale * decay_until_chunk_end)
@@ -332,16 +332,16 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     row_indices, column_indices, _ = _indices()
     log_decay = _side_by_side(log_decay)
     log_decay_between_tokens = jnp.where(row_indices > column_indices, log_decay, 0)
-    distance_of_added_row = 1
-    # Each row becomes the sum of itself and all rows above it. After a pass of this loop, a row
-    # contains the sum of twice as many rows as before.
-    while distance_of_added_row < CHUNK:
+    # Each row becomes the sum of itself and all rows above it. Before a pass of this loop, a row
+    # contains the sum of `num_summed_rows` rows, and after it, the sum of twice as many.
+    num_summed_rows = 1
+    while num_summed_rows < CHUNK:
         log_decay_between_tokens += jnp.where(
-            row_indices >= distance_of_added_row,
-            pltpu.roll(log_decay_between_tokens, distance_of_added_row, 0),
+            row_indices >= num_summed_rows,
+            pltpu.roll(log_decay_between_tokens, num_summed_rows, 0),
             0,
         )
-        distance_of_added_row *= 2
+        num_summed_rows *= 2
     # Row i of a chunk's first column is now the sum of the log decays of the chunk's tokens 1 to i.
     # The log decay of token 0 completes the sum since the beginning of the chunk.
     log_decay_since_chunk_begin = log_decay_between_tokens + log_decay[:1]

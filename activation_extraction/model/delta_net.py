@@ -287,8 +287,8 @@ def gated_delta_rule(
     output_dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
-    arrays_of_tokens = q, k, v, log_decay[..., None], beta[..., None]
-    chunks = _prepare(*map(_in_chunks, (*arrays_of_tokens, segment_ids[..., None])))
+    values_of_each_token = q, k, v, log_decay[..., None], beta[..., None]
+    chunks = _prepare(*map(_in_chunks, (*values_of_each_token, segment_ids[..., None])))
     initial_state = jnp.zeros(
         (*chunks.added_vectors_from_zero_state.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
     )

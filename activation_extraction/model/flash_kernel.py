@@ -220,9 +220,13 @@ def _attend(
 
     # The state before any key is added: for each query, the weighted sum of values, the largest
     # score and the sum of weights.
-    initial_state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
+    initial_softmax_state = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full(QUERIES, UNSEEN),
+        jnp.zeros(QUERIES),
+    )
     weighted_value_sums, _, key_weight_sums = lax.fori_loop(
-        begin_ref[0], end_ref[0], add_keys, initial_state
+        begin_ref[0], end_ref[0], add_keys, initial_softmax_state
     )
     # A block of queries that are all padding has an empty span, so its sums of weights are 0. They
     # are replaced by 1, because 0 / 0 would be NaN.

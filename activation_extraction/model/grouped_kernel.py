@@ -61,7 +61,9 @@ def grouped_experts(
 
 
 def _run_in_kernels(x: Array, row_counts: Array, stacks: Stacks, interpret: bool) -> Array:
-    """Runs experts on sorted rows, with a kernel for the gate and up projections, and one for down.
+    """Runs experts on sorted rows with two kernels.
+
+    One kernel computes the gate and up projections, and the other computes the down projection.
 
     Letters: n rows, E experts.
 

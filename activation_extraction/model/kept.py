@@ -48,6 +48,7 @@ class KeptBlock(NamedTuple):
             kept tokens of this host's rows, ordered by row and position.
     """
 
+    # Vector type -> activations of the block's tokens, padded on the second axis.
     activations: dict[VectorType, Array]
     indices_in_block: np.ndarray  # indices of the kept tokens on axis 1 of `activations`
     indices_among_kept: np.ndarray  # indices of the block's tokens in all kept tokens

@@ -83,10 +83,10 @@ class Change(NamedTuple):
 
     a_key: str  # key of A (r, in) in the adapter
     b_key: str  # key of B (out, r) in the adapter
-    scale: float  # factor of B @ A
+    scale: float  # factor of the product B @ A, by which the tensor changes
     # Whether the adapter stores the transpose of B under `a_key`, and of A under `b_key`.
     has_exchanged_factors: bool = False
-    expert_number: int = 0
+    expert_number: int = 0  # number of the changed expert, if A and B contain several
     expert_count: int = 1  # number of experts in A and B; 1 for matrices without experts
     first_row_of_b: int = 0  # index of the row of B for row 0 of the tensor
     is_transposed: bool = False  # whether the tensor of the base model has the shape (in, out)
@@ -235,22 +235,24 @@ class LoraAdapter:
             it replaces the whole tensor, they have the dtype in the adapter's file. Otherwise they
             are the result of `read_base`.
         """
-        read_values = read_base
+        read_unmerged_part = read_base
         if tensor in self._replacement_key_by_tensor:
-            read_values = partial(self._weights_file.read, self._replacement_key_by_tensor[tensor])
+            read_unmerged_part = partial(
+                self._weights_file.read, self._replacement_key_by_tensor[tensor]
+            )
         if tensor in self._bias_key_and_scale_by_tensor:
             bias_key, bias_scale = self._bias_key_and_scale_by_tensor[tensor]
             return (
-                read_values(index).astype(np.float32)
+                read_unmerged_part(index).astype(np.float32)
                 + np.float32(bias_scale) * self._read_factor(bias_key)[index]
             )
         if tensor not in self._changes_by_tensor:
-            return read_values(index)
+            return read_unmerged_part(index)
         magnitude_key = self._magnitude_key_by_tensor.get(tensor)
         column_slice = index[-1]
         if magnitude_key is not None:  # whole rows are read, because their norms are needed
             index = index[0], slice(0, self._shape(tensor)[1])
-        merged_values = read_values(index).astype(np.float32)
+        merged_values = read_unmerged_part(index).astype(np.float32)
         for tensor_change in self._changes_by_tensor[tensor]:
             self._add(tensor_change, merged_values, index)
         if magnitude_key is not None:

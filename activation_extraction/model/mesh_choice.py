@@ -231,20 +231,22 @@ def cheapest_mesh(
         InputError: If no mesh divides the rows of a step and the widths of the model.
     """
     step_costs = _costs(cost_model, devices)
-    fitting_costs = [
+    costs_of_fitting_meshes = [
         cost
         for cost in step_costs
         if device_memory_bytes is None or cost.memory_bytes <= USABLE * device_memory_bytes
     ]
-    if not fitting_costs:
+    if not costs_of_fitting_meshes:
         cost_with_least_memory = min(step_costs, key=lambda cost: cost.memory_bytes)
         memory_in_words = _memory_in_words(cost_with_least_memory, device_memory_bytes)
         return MeshChoice(
             cost_with_least_memory.layout.shape, f"{memory_in_words}; no mesh fits by this estimate"
         )
-    shortest_seconds = min(step_cost.seconds for step_cost in fitting_costs)
+    shortest_seconds = min(step_cost.seconds for step_cost in costs_of_fitting_meshes)
     similar_costs = [
-        cost for cost in fitting_costs if cost.seconds <= SIMILAR_FACTOR * shortest_seconds
+        cost
+        for cost in costs_of_fitting_meshes
+        if cost.seconds <= SIMILAR_FACTOR * shortest_seconds
     ]
     best_cost = min(similar_costs, key=_weight_splits)
     return MeshChoice(best_cost.layout.shape, _reason(best_cost, device_memory_bytes))

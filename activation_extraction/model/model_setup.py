@@ -262,8 +262,8 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     )
     check_divisibility(layout, num_rows_of_step, row_length, config.sizes)
     preferred_kernel_by_kernel_field = {}
-    for kernel_field, candidates in candidates_for(platform).items():
-        preferred_kernel_by_kernel_field[kernel_field] = next(iter(candidates.values()))
+    for kernel_field, kernel_by_name in candidates_for(platform).items():
+        preferred_kernel_by_kernel_field[kernel_field] = next(iter(kernel_by_name.values()))
     kernels = Kernels(**preferred_kernel_by_kernel_field)
     model = create_model_with_hooks(
         config, computed_hooks, model_dtype, activation_dtype, kernels, layout

@@ -153,7 +153,8 @@ class CostModel:
             sum(_values_on_device(layout, weight_spec) for weight_spec in self.weights.values())
         )
         if layout.size("fsdp") > 1:
-            # The next layer is gathered while a layer is computed, so there are two whole layers.
+            # A device gathers the whole weights of the next layer while it computes a layer, so it
+            # stores the whole weights of two layers.
             num_weight_values += 2 * self._largest_layer(layout)
         activation_values_per_token = (
             6 * model_config.hidden_size + 4 * model_config.sizes.get("F", 0) // num_model_devices

@@ -96,7 +96,7 @@ class _Unpickler(AllowListUnpickler):
         "torch.LongStorage": "int64",
         "torch.IntStorage": "int32",
     }
-    error_type = InputError
+    error_type = InputError  # type of the exception for a name that is not listed
     refusal_reason = "only tensors are read"
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:

@@ -29,7 +29,7 @@ from activation_extraction.model.experts import Stacks, one_expert_after_the_oth
 from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import Layout
 
-# Dtype of the computation -> the largest allowed result of `largest_error`.
+# Dtype of the computation -> the largest allowed relative error of a vector (see `largest_error`).
 #
 # bfloat16 rounds the two factors of a product by at most 2**-9 each, so that their errors add up to
 # less than 2**-7. float32 sums of some hundred products are accurate to 2**-18. If a kernel uses
@@ -139,7 +139,8 @@ def choose_kernel(
         kind: The field of `Kernels`, such as "attention", for messages.
         candidates: Name of a kernel -> its function, in the order of preference.
         make_trials: A function without arguments that returns the trials of a candidate.
-        tolerance: The largest allowed result of `largest_error`.
+        tolerance: The largest relative error of a vector that counts as accurate (see
+            `largest_error`).
 
     Raises:
         RunError: If there are several candidates and none of them is accurate. This means that the
@@ -306,14 +307,14 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     choice_counts_of_experts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
     chosen_experts_in_order = np.repeat(expert_numbers, choice_counts_of_experts)
     chosen_experts = rng.permutation(chosen_experts_in_order).reshape(-1, 2).astype(np.int32)
-    expert_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
+    routing_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
     draw_normal = partial(_normal, rng, dtype)
     x = draw_normal(len(chosen_experts), hidden_size)
     gate_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
     up_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
     down_weights = draw_normal(2, num_experts, expert_width, hidden_size, scale=expert_width**-0.5)
     weight_stacks = Stacks(jnp.int32(1), gate_weights, up_weights, down_weights)
-    expert_arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), weight_stacks
+    expert_arguments = x, jnp.asarray(routing_weights), jnp.asarray(chosen_experts), weight_stacks
     yield Trial(one_expert_after_the_other, expert_arguments, jnp.ones(len(x), bool))
 
 

@@ -131,7 +131,7 @@ class WeightSpec:
             sliced_axis, slice_offset, axis_size, is_sliced_per_head = self.tensor_slice
             slice_start, slice_stop = bounds_by_axis[sliced_axis]
             # On the sliced axis, each head has `axis_size` values in the tensor, of which the slice
-            # contains only some.
+            # contains only some. The offset skips the other values of all earlier heads.
             if is_sliced_per_head:
                 slice_offset += ranges[0].start * (axis_size - (slice_stop - slice_start))
             bounds_by_axis[sliced_axis] = slice_start + slice_offset, slice_stop + slice_offset

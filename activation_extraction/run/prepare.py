@@ -72,7 +72,7 @@ class Run:
 
     config: Config  # configuration of the run, as its user asks for it
     host: Host  # this host among the hosts of the run
-    watchdog: Watchdog  # ends the process if nothing happens for too long
+    watchdog: Watchdog  # guard that ends the process if nothing happens for too long
     folders: RunFolders  # local folder and the folder in a bucket to which this host writes
     forward: Forward  # model on its mesh, whose checkpoint is checked but not read yet
     text: Text  # samples of the data set, and the tokenizer

@@ -55,12 +55,12 @@ class BucketKind(NamedTuple):
 
 def _google_settings(bucket: str) -> dict[str, Any]:
     client_arguments: dict[str, Any] = {"bucket": bucket}
-    environment_variable, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
+    variable_name, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
     if emulator_address:
         emulator_url = (
             emulator_address if "://" in emulator_address else f"http://{emulator_address}"
         )
-        client_arguments["base_url"] = _checked_address(environment_variable, emulator_url)
+        client_arguments["base_url"] = _checked_address(variable_name, emulator_url)
         client_arguments["credential_provider"] = _no_token
     return client_arguments
 
@@ -73,9 +73,9 @@ def _s3_settings(bucket: str) -> dict[str, Any]:
     # With this setting, obstore sends the SHA-256 of an upload, and S3 refuses the upload if the
     # SHA-256 of the received bytes differs.
     client_arguments = {"bucket": bucket, "checksum_algorithm": "SHA256"}
-    environment_variable, endpoint_url = _first_set(*S3_ADDRESS)
+    variable_name, endpoint_url = _first_set(*S3_ADDRESS)
     if endpoint_url:
-        client_arguments["endpoint"] = _checked_address(environment_variable, endpoint_url)
+        client_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
     return client_arguments
 
 
@@ -110,9 +110,9 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
         client_arguments.setdefault(
             "endpoint", f"https://{account_host.replace('.dfs.', '.blob.', 1)}"
         )
-    environment_variable, endpoint_url = _first_set(*AZURE_ADDRESS)
+    variable_name, endpoint_url = _first_set(*AZURE_ADDRESS)
     if endpoint_url:
-        client_arguments["endpoint"] = _checked_address(environment_variable, endpoint_url)
+        client_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
     # Empty settings are left out, because obstore has defaults for them, such as the account of an
     # emulator.
     nonempty_arguments = {
@@ -172,9 +172,9 @@ def _first_set(*variables: str) -> tuple[str, str]:
     Returns:
         A tuple of the name and the value of the variable. Both are "" if there is no such variable.
     """
-    for environment_variable in variables:
-        if variable_value := os.environ.get(environment_variable, ""):
-            return environment_variable, variable_value
+    for variable_name in variables:
+        if variable_value := os.environ.get(variable_name, ""):
+            return variable_name, variable_value
     return "", ""
 
 

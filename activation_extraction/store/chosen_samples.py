@@ -74,6 +74,7 @@ class RunText:
 
     # Function that takes token ids, int32 (tokens,), and returns their text without special tokens.
     decode_token_ids: Callable[[np.ndarray], str]
+    # Function that reads samples from the data set again. None if the run stores all tokens.
     reread_samples: Reread | None
 
 

@@ -198,12 +198,12 @@ class ShardFormat:
         for file_buffer in unhashed_buffers:
             file_digest.update(file_buffer)
             file_buffers.append(file_buffer)
-        checksum_ranges = self.checksum_ranges
+        compute_checksums = self.checksum_ranges
         file_facts = FileFacts(
             bytes=sum(memoryview(file_buffer).nbytes for file_buffer in file_buffers),
             sha256=file_digest.hexdigest(),
             crc32c=crc_digits(map(memoryview, file_buffers), MIB),
-            ranges=checksum_ranges(shard, uncompressed_buffers) if checksum_ranges else None,
+            ranges=compute_checksums(shard, uncompressed_buffers) if compute_checksums else None,
         )
         return PackedFile(
             file_buffers, file_facts, sum(buffer.nbytes for buffer in uncompressed_buffers)

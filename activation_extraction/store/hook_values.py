@@ -417,7 +417,7 @@ class DenseValues(HookValues):
 
     # Meaning of the values, one of the words that the docstring explains.
     meaning: Literal["activations", "integers", "loss", "numbers"] = "activations"
-    is_array = True
+    is_array = True  # users get the values as an array
     is_encoded = False
 
     @property
@@ -443,12 +443,16 @@ class DenseValues(HookValues):
         if self.meaning == "integers":
             return Sums.zeros(samples[0].shape[1])
         concatenated_values = np.concatenate(samples)
-        all_positions = np.concatenate(positions)
+        positions_of_summed_tokens = np.concatenate(positions)
         if self.meaning == "loss":
-            has_loss_by_token = self._has_loss(concatenated_values, all_positions)
+            has_loss_by_token = self._has_loss(concatenated_values, positions_of_summed_tokens)
             concatenated_values = concatenated_values[has_loss_by_token]
-            all_positions = all_positions[has_loss_by_token]
-        return sums_of(concatenated_values.__getitem__, concatenated_values.shape[1], all_positions)
+            positions_of_summed_tokens = positions_of_summed_tokens[has_loss_by_token]
+        return sums_of(
+            concatenated_values.__getitem__,
+            concatenated_values.shape[1],
+            positions_of_summed_tokens,
+        )
 
     @staticmethod
     def _has_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -530,7 +534,7 @@ class Float8Values(HookValues):
     stored_dtype: str = VALUE_DTYPE.name  # name of the dtype of the stored values
     dtype = FLOAT32
     are_activations = True
-    is_array = True
+    is_array = True  # users get the values as an array
     is_encoded = True
     can_be_in_pickles = False
 
@@ -838,9 +842,9 @@ def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
         A mask of the chosen tokens, bool (tokens,).
     """
     candidate_indices = np.flatnonzero(mask)
-    index_interval = max(math.ceil(len(candidate_indices) / MAX_MEASURED_TOKENS), 1)
+    candidates_per_chosen_token = max(math.ceil(len(candidate_indices) / MAX_MEASURED_TOKENS), 1)
     is_chosen_token = np.zeros(len(mask), bool)
-    is_chosen_token[candidate_indices[::index_interval]] = True
+    is_chosen_token[candidate_indices[::candidates_per_chosen_token]] = True
     return is_chosen_token
 
 

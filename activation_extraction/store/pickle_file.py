@@ -314,6 +314,6 @@ ALLOWED: dict[str, Any] = {
 class _Unpickler(AllowListUnpickler):
     """An unpickler that makes only plain containers and NumPy arrays of numbers."""
 
-    allowed_objects = ALLOWED
-    error_type = UnsafeError
+    allowed_objects = ALLOWED  # full name in a pickle -> object that is used in its place
+    error_type = UnsafeError  # type of the exception for a name that is not listed
     refusal_reason = "no shard of ours does"

@@ -93,11 +93,11 @@ class StoragePlan:
             worker: Worker that writes to the folder.
         """
         last_mark = furthest_mark(self.commits)
-        sample_counts_through_shards = [
+        cumulative_sample_counts = [
             worker.number_of(commit.last) + 1 for commit in self.commits if commit.count
         ]
         sample_count_before_mark = 0 if last_mark is None else last_mark.samples
-        return max([sample_count_before_mark, *sample_counts_through_shards])
+        return max([sample_count_before_mark, *cumulative_sample_counts])
 
     @property
     def gaps(self) -> tuple[int, ...]:

@@ -443,8 +443,9 @@ class RunLog:
     def read(cls, folder: Folder) -> "RunLog":
         """Reads the log in a folder.
 
-        metadata.json is read before and after the entries. If another run has begun in between, all
-        files are read again. JSON files that cannot be read are listed in `damaged_files`.
+        metadata.json is read before and after the JSON files of the shards. If another run has
+        begun in between, all files are read again. JSON files that cannot be read are listed in
+        `damaged_files`.
 
         Args:
             folder: Folder of a host.

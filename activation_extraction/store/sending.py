@@ -31,6 +31,7 @@ SHARED_SECONDS = 0.2
 # after twice as many seconds, after four times as many, and so on.
 LOGGED_AFTER = 60.0
 CONNECTED = "01"  # state of an established connection in TCP_TABLES
+# The kernel's tables of the TCP connections over IPv4 and over IPv6.
 TCP_TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
 OPEN_FILES = Path("/proc/self/fd")
 # Log level and message about a waiting write, by the result of `is_sending`.
@@ -196,7 +197,9 @@ def _sockets_with_unsent_bytes() -> set[str]:
 
 @lru_cache(1)
 def _shows_unsent_bytes() -> bool:
-    """Returns whether TCP_TABLES show how many sent bytes the receiver has not acknowledged.
+    """Returns whether the kernel's tables of TCP connections show unacknowledged bytes.
+
+    These are the bytes that this process has sent and the receiver has not acknowledged.
 
     This is tested with a connection from which nobody reads. The existence of the tables is not
     enough, because in sandboxes such as gVisor this number is always 0.

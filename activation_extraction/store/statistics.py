@@ -291,7 +291,7 @@ class Statistics:
     values: int = 0  # number of values of all tokens together; also a key in JSON files
     overall_mean: float = 0.0  # mean of all values of all tokens
     overall_variance: float = 0.0  # population variance of all values
-    mean_norm: float = 0.0  # mean norm of the tokens
+    mean_norm: float = 0.0  # mean Euclidean norm of the tokens' values
     max_norm: float = 0.0  # largest norm of a token
     error: ErrorByTokenKind = field(default_factory=dict)  # "sinks" or "others" -> encoding errors
     codes: dict[str, CodeSums] = field(default_factory=dict)  # "sinks" or "others" -> sums
@@ -367,12 +367,12 @@ class Statistics:
             json_fields: Result of `to_json`. Other keys in it are ignored.
         """
         errors_by_token_kind = {
-            token_kind: EncodingError(**number_by_field)
-            for token_kind, number_by_field in json_fields.get("error", {}).items()
+            token_kind: EncodingError(**value_by_error_field)
+            for token_kind, value_by_error_field in json_fields.get("error", {}).items()
         }
         sums_by_token_kind = {
-            token_kind: CodeSums(**number_by_field)
-            for token_kind, number_by_field in json_fields.get("codes", {}).items()
+            token_kind: CodeSums(**sum_by_field)
+            for token_kind, sum_by_field in json_fields.get("codes", {}).items()
         }
         field_values = {
             field_name: json_fields[json_key] for json_key, field_name in STATISTICS.items()
@@ -404,7 +404,7 @@ class DimensionStatistics:
     tokens: int  # number of tokens
     mean: np.ndarray  # mean of the values in each dimension, (width,)
     variance: np.ndarray  # population variance of the values in each dimension, (width,)
-    mean_norm: float  # mean Euclidean norm of the tokens
+    mean_norm: float  # mean Euclidean norm of the tokens' values
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":

@@ -44,7 +44,7 @@ class Totals:
     skipped_rows: int = 0  # number of rows of the data set that were skipped
     empty_rows: int = 0  # number of rows of the data set without text
     cut_samples: int = 0  # number of samples that were cut at their end
-    cut_tokens: int = 0  # number of tokens that were cut off
+    cut_tokens: int = 0  # number of tokens that were cut off at the ends of samples
     empty_samples: int = 0  # number of samples without a stored token
     # Full name of a hook -> statistics of its values.
     statistics: dict[str, Statistics] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Totals:
             self.statistics[hook_name] = previous_statistics.merge(hook_statistics)
 
     def count_rows(self, skipped: int, empty: int) -> None:
-        """Increases `skipped_rows` and `empty_rows` to the given numbers if they are smaller.
+        """Sets `skipped_rows` and `empty_rows` to the given numbers where these are larger.
 
         Args:
             skipped: Number of skipped rows among the rows that the host has read so far.

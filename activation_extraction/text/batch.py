@@ -183,10 +183,12 @@ class Batch:
         """
         if self.kept_mask is None:
             for placement in self.samples:
-                all_positions = np.arange(placement.stop - placement.start_in_row, dtype=np.int32)
+                positions_of_all_tokens = np.arange(
+                    placement.stop - placement.start_in_row, dtype=np.int32
+                )
                 yield (
                     (placement.row_index, slice(placement.start_in_row, placement.stop)),
-                    all_positions,
+                    positions_of_all_tokens,
                 )
             return
         row_length = self.kept_mask.shape[1]

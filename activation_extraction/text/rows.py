@@ -97,7 +97,7 @@ class Content:
     text: str = ""  # text of the document; "" for token ids
     spans: Sequence[Span] = ()  # spans of the text with their roles
     token_ids: np.ndarray | None = None  # token ids, int32 (tokens,); None if the content is text
-    # Mask of the tokens whose activations may be stored, bool (tokens,).
+    # Mask of the tokens whose activations may be stored, bool (tokens,). None for all tokens.
     storable_token_mask: np.ndarray | None = None
 
 

@@ -272,7 +272,7 @@ def _whole_samples(
             document_tokens = settings.special_tokens.around(
                 tokens_or_problem, len(row.document.content.text)
             )
-            eligible_mask = settings.eligible(row.document, document_tokens)
+            eligible_token_mask = settings.eligible(row.document, document_tokens)
             for piece_number, token_range in enumerate(
                 settings.pieces(document_tokens.num_document_tokens)
             ):
@@ -281,7 +281,7 @@ def _whole_samples(
                         sample_idx=documents.worker.sample_idx(sample_number),
                         document=row.document,
                         tokens=document_tokens,
-                        eligible_mask=eligible_mask,
+                        eligible_mask=eligible_token_mask,
                         settings=settings,
                         piece_number=piece_number,
                         token_range=token_range,

@@ -187,20 +187,22 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the names and values of the tokenizer's settings that determine token ids."""
-    settings_for_ids: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
+    settings_that_determine_ids: dict[str, Any] = json.loads(
+        tokenizer.to_str(), object_hook=_without_defaults
+    )
     for setting_name in KEYS_NOT_COMPARED:
-        settings_for_ids.pop(setting_name, None)
-    settings_for_ids["special tokens around"] = [
+        settings_that_determine_ids.pop(setting_name, None)
+    settings_that_determine_ids["special tokens around"] = [
         tokenizer.encode(trial_text).ids for trial_text in ("", "x")
     ]
     splits_special_tokens = tokenizer.encode_special_tokens
-    settings_for_ids["special tokens split"] = splits_special_tokens
+    settings_that_determine_ids["special tokens split"] = splits_special_tokens
     # If the tokenizer does not split special tokens, it recognises all added tokens in a text in
     # the same way. So the ids do not depend on which added tokens are marked as special.
     if not splits_special_tokens:
-        for added_token in settings_for_ids.get("added_tokens", ()):
+        for added_token in settings_that_determine_ids.get("added_tokens", ()):
             added_token.pop("special", None)
-    return settings_for_ids
+    return settings_that_determine_ids
 
 
 def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
