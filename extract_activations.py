@@ -394,13 +394,13 @@ def show_hooks(config: Config) -> int:
     Raises:
         InputError: If the flags do not fit the model, or if config.json cannot be read.
     """
-    tensor_names = None
+    tensor_names_of_local_checkpoint = None
     if config.demo:
         model_config = parse_model_config(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model.model_path, config.model.model_revision)
         model_config = read_model_config(checkpoint.file("config.json"))
-        tensor_names = checkpoint.local_tensors()
+        tensor_names_of_local_checkpoint = checkpoint.local_tensors()
         check_adapter(config.model.lora)
     request_to_list_hooks = step_request(config)
     _, activation_dtype = choose_dtypes(request_to_list_hooks, jax.default_backend())
@@ -408,8 +408,8 @@ def show_hooks(config: Config) -> int:
     hooks_of_model = hook_table(model_config, config.hooks.top_logits)
     special_tokens = known_special_tokens(config)
     if (
-        tensor_names is not None
-        and HEAD not in tensor_names
+        tensor_names_of_local_checkpoint is not None
+        and HEAD not in tensor_names_of_local_checkpoint
         and not model_config.tie_word_embeddings
     ):
         hooks_of_model = hooks_of_model.without_predictions()

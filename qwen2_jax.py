@@ -506,8 +506,8 @@ def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
         tensors: The names of the tensors in the checkpoint; empty if there is no checkpoint.
     """
     possible_tensor_names = {HEAD}
-    for checkpoint_tensors in ((), tensors):
-        for weight_spec in weight_table(Qwen2(config), checkpoint_tensors).values():
+    for checkpoint_tensor_names in ((), tensors):
+        for weight_spec in weight_table(Qwen2(config), checkpoint_tensor_names).values():
             possible_tensor_names.update(weight_spec.hf_names)
     return possible_tensor_names
 

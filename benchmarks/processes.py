@@ -265,13 +265,13 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     Args:
         rows: For each row, a dict: title of a column -> cell. All rows have the same titles.
     """
-    table_lines = [list(rows[0])]
-    table_lines += [[_shown(cell) for cell in row.values()] for row in rows]
-    column_widths = [max(map(len, column)) for column in zip(*table_lines, strict=True)]
-    for table_line in table_lines:
+    cells_of_lines = [list(rows[0])]
+    cells_of_lines += [[_shown(cell) for cell in row.values()] for row in rows]
+    column_widths = [max(map(len, column)) for column in zip(*cells_of_lines, strict=True)]
+    for cells_of_line in cells_of_lines:
         padded_cells = [
             cell.ljust(column_width)
-            for cell, column_width in zip(table_line, column_widths, strict=True)
+            for cell, column_width in zip(cells_of_line, column_widths, strict=True)
         ]
         print("  ".join(padded_cells).rstrip(), flush=True)
 

@@ -464,12 +464,12 @@ class ProgramText:
         )
         if pass_counts_of_arrays is None:
             return None
-        kernel_bytes = 0.0
+        num_transferred_bytes = 0.0
         for array_match, pass_count in zip(
             kernel_array_matches, pass_counts_of_arrays, strict=True
         ):
-            kernel_bytes += _padded_hbm_bytes(array_match) * pass_count
-        return round(kernel_bytes)
+            num_transferred_bytes += _padded_hbm_bytes(array_match) * pass_count
+        return round(num_transferred_bytes)
 
     def _flops(self, product: Instruction) -> float:
         """Returns the floating-point operations of a matrix product, 0 for other instructions.
@@ -631,17 +631,17 @@ class ProgramText:
             # The result of an all-gather-start or collective-permute-start begins with its
             # operands, which are not written.
             result_array_matches = result_array_matches[len(instruction.operands) :]
-        written_bytes = 0
+        num_written_bytes = 0
         for result_index, result_array_match in enumerate(result_array_matches):
             if str(result_index) not in aliased_result_index_texts:
-                written_bytes += _padded_hbm_bytes(result_array_match)
+                num_written_bytes += _padded_hbm_bytes(result_array_match)
         for instruction_or_callee in self._with_called(instruction):
             if instruction_or_callee.opcode == "dynamic-update-slice":
                 update_instruction = self.instruction_by_name[instruction_or_callee.operands[1]]
-                written_bytes -= _unpadded_bytes(instruction_or_callee.result) - _unpadded_bytes(
-                    update_instruction.result
-                )
-        return max(written_bytes, 0)
+                num_written_bytes -= _unpadded_bytes(
+                    instruction_or_callee.result
+                ) - _unpadded_bytes(update_instruction.result)
+        return max(num_written_bytes, 0)
 
     def _bytes_of_copy(self, done_instruction: Instruction) -> int:
         """Returns the bytes of HBM that an asynchronous copy reads and writes.

@@ -319,8 +319,8 @@ def _flops_of_delta_rule(program: Program) -> float:
         jax.ShapeDtypeStruct(gate_shape, jnp.float32),
         jax.ShapeDtypeStruct((num_rows_on_device, row_length), jnp.int32),
     ]
-    tile_size = 256 if _chip_name(program) in WIDE_TILE_CHIPS else 128
-    flops_of_layer = padded_flops(pallas_delta_rule, argument_shapes, tile_size)
+    matrix_tile_size = 256 if _chip_name(program) in WIDE_TILE_CHIPS else 128
+    flops_of_layer = padded_flops(pallas_delta_rule, argument_shapes, matrix_tile_size)
     num_delta_layers = sum(layer < model.num_layers for layer in delta_net_config.layers)
     return num_delta_layers * flops_of_layer / layout.size("pipeline")
 

@@ -122,7 +122,8 @@ class _Parser(argparse.ArgumentParser):
         Args:
             message: The message of argparse, to which advice is added.
         """
-        # argparse reports a missing value if the value begins with "-" and looks like a flag.
+        # argparse takes a value that begins with "-" for a flag, and then reports that a value is
+        # missing. So the advice for this case is added to its message.
         if message.endswith("argument"):
             message += "; a value that begins with - follows a =, such as --text_column=-x"
         comma_list_match = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)

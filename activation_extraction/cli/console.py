@@ -126,7 +126,7 @@ class Progress:
         self._sample_or_token_limit = max_tokens if self._counts_tokens else max_samples
         self._report_interval_seconds = interval
         self._num_chips = chips
-        self._peak_flops = peak_flops
+        self._peak_flops = peak_flops  # FLOP/s of all devices together; None if it is unknown
         self._read_gauges = gauges
         self._store_metrics = record
         self._last_report_time = time.perf_counter()

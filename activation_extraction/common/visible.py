@@ -114,7 +114,7 @@ def make_streams_safe() -> None:
 
 
 class _SafeFile(io.FileIO):
-    """A file to which writing never fails.
+    """A file whose method `write` raises no OSError; text that cannot be written is dropped.
 
     If stdout cannot be written, one message is printed to stderr.
     """

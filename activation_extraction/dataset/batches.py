@@ -326,13 +326,15 @@ class Batches(Iterator[T]):
             raise
 
     def _windows_of_process(self) -> Windows:
-        """Returns the windows (dataset/windows.py) of the part of the data that this process reads.
+        """Returns the windows of the part of the data that this process reads.
 
-        The run is cut into chunks, each of consecutive tokens of a shard. The chunks are divided
-        among the processes (`BatchOptions.workers`), and those of a process among the workers of
-        its DataLoader. Pickles can only be read whole, so if a run stores pickles, its shards are
-        divided instead, and each worker cuts its own shards into chunks. If several runs are read
-        in pairs, this is the first of them, and tokens of the others follow from its tokens.
+        The run is cut into chunks, each of consecutive tokens of a shard. A window contains the
+        tokens of some chunks, from which batches are cut (dataset/windows.py). The chunks are
+        divided among the processes (`BatchOptions.workers`), and the chunks of a process among the
+        workers of its DataLoader. Pickles can only be read whole, so if a run stores pickles, its
+        shards are divided instead, and each worker cuts its own shards into chunks. If several runs
+        are read side by side, the first run is cut, and its tokens determine the tokens of the
+        other runs.
         """
         token_sources = self._token_sources
         batch_options = self.options

@@ -501,13 +501,14 @@ class ActivationDataset(Samples):
         """
         chosen_roles = [roles] if isinstance(roles, str) else list(roles)
         stored_roles = self.identity.text.roles or ROLES
-        roles_of_run_text = "has no roles; only runs of conversations do"
+        stored_roles_in_words = "has no roles; only runs of conversations do"
         if not len(self) or "role" in self.shards.get(0).label_names:
-            roles_of_run_text = f"has tokens of {', '.join(stored_roles)}"
+            stored_roles_in_words = f"has tokens of {', '.join(stored_roles)}"
             if chosen_roles and set(chosen_roles) <= {*stored_roles}:
                 return tuple(role for role in ROLES if role in chosen_roles)
         raise ValueError(
-            f"roles: {', '.join(chosen_roles) or 'none'} asked for; {self.url} {roles_of_run_text}"
+            f"roles: {', '.join(chosen_roles) or 'none'} asked for; {self.url} "
+            f"{stored_roles_in_words}"
         )
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:

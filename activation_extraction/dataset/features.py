@@ -88,7 +88,7 @@ class StrongestTokens:
             first_indices, value_counts
         )
         candidate_row_of_value = np.repeat(np.arange(len(updated_feature_ids)), value_counts)
-        is_candidate = ranks_among_added_values < tokens_per_feature
+        is_candidate_value = ranks_among_added_values < tokens_per_feature
         # The left half of the columns contains the values that were kept so far, and the right half
         # contains added values. A stable sort prefers the left half among equal values.
         candidate_values = np.full(
@@ -98,11 +98,11 @@ class StrongestTokens:
         candidate_values[:, :tokens_per_feature] = self.values[updated_feature_ids]
         candidate_token_numbers[:, :tokens_per_feature] = self.token_numbers[updated_feature_ids]
         indices_in_right_half = (
-            candidate_row_of_value[is_candidate],
-            tokens_per_feature + ranks_among_added_values[is_candidate],
+            candidate_row_of_value[is_candidate_value],
+            tokens_per_feature + ranks_among_added_values[is_candidate_value],
         )
-        candidate_values[indices_in_right_half] = added_values[is_candidate]
-        candidate_token_numbers[indices_in_right_half] = token_numbers[is_candidate]
+        candidate_values[indices_in_right_half] = added_values[is_candidate_value]
+        candidate_token_numbers[indices_in_right_half] = token_numbers[is_candidate_value]
         best_columns = np.argsort(-candidate_values, axis=1, kind="stable")[:, :tokens_per_feature]
         self.values[updated_feature_ids] = np.take_along_axis(candidate_values, best_columns, 1)
         self.token_numbers[updated_feature_ids] = np.take_along_axis(

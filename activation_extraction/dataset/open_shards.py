@@ -191,7 +191,11 @@ class OpenShards:
         return range_checksums.tokens
 
     def _check_sizes(self) -> None:
-        """Raises ValueError if a file is too small for the tokens that its commit counts."""
+        """Checks that the activation file of each shard is large enough for the shard's tokens.
+
+        Raises:
+            ValueError: If a file has too few bytes for the number of tokens in the shard's commit.
+        """
         min_token_bytes = sum(hook_values.min_token_bytes for hook_values in self.hooks.values())
         for folder_name, commit in self.shards:
             max_compression_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO

@@ -511,13 +511,13 @@ class TokenSource:
             stop_in_block = max(stop - num_preceding_tokens, 0)
             taken_row_indices = block.wanted_rows[start_in_block:stop_in_block]
             if len(taken_row_indices):
-                first_target_row = max(num_preceding_tokens - start, 0)
+                first_row_in_batch = max(num_preceding_tokens - start, 0)
                 # NumPy's warning about values that overflow is switched off, because an error is
                 # raised below. NumPy would only notice float32 values that overflow.
                 with np.errstate(over="ignore"):
                     copy_rows(
                         Block(block.tokens, taken_row_indices),
-                        np.arange(first_target_row, first_target_row + len(taken_row_indices)),
+                        np.arange(first_row_in_batch, first_row_in_batch + len(taken_row_indices)),
                         batch,
                     )
             num_preceding_tokens += len(block.wanted_rows)

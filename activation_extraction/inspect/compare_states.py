@@ -119,10 +119,10 @@ class HookMatch(NamedTuple):
     num_other_expert_tokens: int  # number of tokens that are left out because of different experts
 
     def within(self, limits: Limits) -> bool:
-        """Returns whether rounding explains the errors.
+        """Returns whether the row's and the tokens' errors are small enough to come from rounding.
 
         Args:
-            limits: Largest differences that rounding explains.
+            limits: Largest errors that rounding explains.
         """
         return self.row_error <= limits.row_error and self.largest_token_error <= limits.token_error
 

@@ -193,7 +193,7 @@ class DraftFormat(ExportFormat):
     hook_globs: ClassVar[tuple[str, ...]]
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether the hook matches one of `hook_globs` and its values are no codes."""
+        """Returns whether the hook matches one of `hook_globs` and its values are not codes."""
         if not dataset.shards.hooks[hook].is_array:
             return False
         return any(fnmatchcase(hook, hook_glob) for hook_glob in self.hook_globs)
@@ -238,11 +238,11 @@ class SpeculatorsFormat(DraftFormat):
         """
         exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
         block_count = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-        last_hook = last_stream_hook(block_count)
-        if last_hook not in exported_hook_names or len(exported_hook_names) < 2:
+        last_hook_name = last_stream_hook(block_count)
+        if last_hook_name not in exported_hook_names or len(exported_hook_names) < 2:
             raise InputError(
-                f"--export speculators: needs the hooks {last_hook} and blocks.K.hook_resid_post "
-                "of at least one other layer; it has "
+                f"--export speculators: needs the hooks {last_hook_name} and "
+                "blocks.K.hook_resid_post of at least one other layer; it has "
                 f"{', '.join(exported_hook_names)} of {dataset.url}"
             )
         return exported_hook_names

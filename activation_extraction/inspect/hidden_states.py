@@ -71,7 +71,7 @@ class StoredRow:
 
     @property
     def dtype(self) -> str:
-        """The name of the stored dtype, FLOAT8 for e4m3."""
+        """The name of the dtype of the stored states, which is FLOAT8 if they are float8 e4m3."""
         dtype_name = self.states_by_layer[0].dtype.name
         return FLOAT8 if dtype_name == VALUE_DTYPE.name else dtype_name
 

@@ -178,8 +178,8 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
     recent_pace = _pace(commits)
     expected_end_time = None
     stored_fraction_of_limit = None
-    last_sign_time = max([run_metadata["written"], *(commit.committed for commit in commits)])
-    state_name = _state(run_log, run_metadata, recent_pace, last_sign_time)
+    last_write_time = max([run_metadata["written"], *(commit.committed for commit in commits)])
+    state_name = _state(run_log, run_metadata, recent_pace, last_write_time)
     limit_by_count_name = {}
     for count_name in ("samples", "tokens"):
         max_count = run_metadata.get(f"max_{count_name}")
@@ -200,11 +200,11 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
                 remaining_count = max_count - getattr(host_totals, count_name)
                 seconds_until_limits.append(remaining_count / count_per_second)
         if seconds_until_limits:
-            expected_end_time = last_sign_time + min(seconds_until_limits)
+            expected_end_time = last_write_time + min(seconds_until_limits)
     return replace(
         state_without_metadata,
         state=state_name,
-        last_sign=last_sign_time,
+        last_sign=last_write_time,
         tokens_per_second=None if recent_pace is None else recent_pace.tokens_per_second,
         expected_end=expected_end_time,
         share=stored_fraction_of_limit,
@@ -215,9 +215,9 @@ class Pace(NamedTuple):
     """The speed of a host over its last shards.
 
     Attributes:
-        tokens_per_second: Tokens per second.
-        samples_per_second: Samples per second.
-        seconds_per_shard: Mean seconds per shard.
+        tokens_per_second: Number of stored tokens per second.
+        samples_per_second: Number of stored samples per second.
+        seconds_per_shard: Mean number of seconds per shard.
     """
 
     tokens_per_second: float  # tokens that the host stores per second

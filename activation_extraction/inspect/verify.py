@@ -123,10 +123,10 @@ def check_shards(
     for folder_name, run_log in log_by_folder.items():
         for commit in run_log.in_order:
             folders_and_commits.append((folder_name, commit))
-    picked_sample_indices_by_shard = _pick_samples(folders_and_commits, sample_count)
+    picked_sample_indices_of_shards = _pick_samples(folders_and_commits, sample_count)
     commits_and_check_arguments = []
     for (folder_name, commit), picked_sample_indices in zip(
-        folders_and_commits, picked_sample_indices_by_shard, strict=True
+        folders_and_commits, picked_sample_indices_of_shards, strict=True
     ):
         host_folder = root.child(folder_name)
         check_arguments = (
@@ -192,7 +192,7 @@ def _pick_samples(
     picked_sample_numbers = sorted(
         random.sample(range(stored_sample_count), min(sample_count, stored_sample_count))
     )
-    sample_indices_by_shard = []
+    sample_indices_of_shards = []
     previous_sample_count = 0  # number of samples in the shards before `commit`
     for _, commit in folders_and_commits:
         sample_numbers_of_shard = range(previous_sample_count, previous_sample_count + commit.count)
@@ -201,9 +201,9 @@ def _pick_samples(
             for picked_sample_number in picked_sample_numbers
             if picked_sample_number in sample_numbers_of_shard
         ]
-        sample_indices_by_shard.append(picked_sample_indices)
+        sample_indices_of_shards.append(picked_sample_indices)
         previous_sample_count += commit.count
-    return sample_indices_by_shard
+    return sample_indices_of_shards
 
 
 # Largest errors of computing activations, relative to the norm of a sample's activations at a hook,

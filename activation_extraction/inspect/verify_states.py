@@ -684,10 +684,10 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates)
     expected_hook_name = hook.name
     if not hook.is_certain or actual_hook_name == expected_hook_name:
         return ""
-    last_stream = f"blocks.{model.num_layers - 1}.hook_resid_post"
-    if (actual_hook_name, expected_hook_name) == (FINAL_NORM_HOOK, last_stream):
+    last_stream_hook_name = f"blocks.{model.num_layers - 1}.hook_resid_post"
+    if (actual_hook_name, expected_hook_name) == (FINAL_NORM_HOOK, last_stream_hook_name):
         return ", after the final norm instead of before it"
-    if (actual_hook_name, expected_hook_name) == (last_stream, FINAL_NORM_HOOK):
+    if (actual_hook_name, expected_hook_name) == (last_stream_hook_name, FINAL_NORM_HOOK):
         return ", before the final norm instead of after it"
     stream_names = streams_by_number([*_stream_names(model.num_layers)]).values()
     ordered_hook_names = [*stream_names, FINAL_NORM_HOOK]

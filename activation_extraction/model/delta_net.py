@@ -491,7 +491,7 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
 
     Args:
         state: S before the chunk, (B, K, G, D, U).
-        chunk: The arrays of this chunk, without the axis N.
+        chunk: The arrays of this chunk, which lack the axis N of chunks.
 
     Returns:
         S after the chunk, (B, K, G, D, U).

@@ -168,7 +168,8 @@ def memory_of(device: Any) -> float | None:
     try:
         memory_statistics = device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:
-        # The device belongs to another host, or it is a device that --plan describes.
+        # The device belongs to another host, or it is a device that --plan describes. So its
+        # memory is looked up by the kind of its chip below.
         memory_statistics = {}
     if memory_statistics.get("bytes_limit"):
         return memory_statistics["bytes_limit"]

@@ -244,12 +244,12 @@ def columns_per_block(columns: int, bytes_per_column: int) -> int:
         bytes_per_column: The bytes of a column of the matrix; for two matrices that a kernel reads
             together, the bytes of a column of both.
     """
-    block_column_count = LANES
+    column_count_of_block = LANES
     for candidate_column_count in range(LANES, columns + 1, LANES):
         block_pair_bytes = 2 * candidate_column_count * bytes_per_column
         if columns % candidate_column_count == 0 and block_pair_bytes <= MOST_OF_WEIGHTS:
-            block_column_count = candidate_column_count
-    return block_column_count
+            column_count_of_block = candidate_column_count
+    return column_count_of_block
 
 
 def _call(
@@ -293,7 +293,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     """
     _, _, hidden_size, expert_width = stacks.gate.shape
     tile_count = len(table.expert_by_tile)
-    block_column_count = columns_per_block(expert_width, 2 * hidden_size * x.dtype.itemsize)
+    column_count_of_block = columns_per_block(expert_width, 2 * hidden_size * x.dtype.itemsize)
 
     # A step of the grid fetches its own tile, but multiplies the tile of the step before, so it
     # reads the weights and writes the result for the step before.
@@ -310,15 +310,15 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
         [stacks.layer_number.reshape(1), table.expert_by_tile, table.row_count_by_tile],
         jax.ShapeDtypeStruct((tile_count * ROWS, expert_width), x.dtype),
         GATED,
-        grid=(expert_width // block_column_count, table.used_tile_count + 1),
+        grid=(expert_width // column_count_of_block, table.used_tile_count + 1),
         in_specs=[
             pl.BlockSpec(
                 (None, 1, ROWS), lambda column, step, *_: (step, 0, 0), memory_space=pltpu.SMEM
             ),
             pl.BlockSpec(memory_space=pltpu.HBM),
-            *[pl.BlockSpec((None, None, hidden_size, block_column_count), weight_index)] * 2,
+            *[pl.BlockSpec((None, None, hidden_size, column_count_of_block), weight_index)] * 2,
         ],
-        out_specs=pl.BlockSpec((ROWS, block_column_count), result_index),
+        out_specs=pl.BlockSpec((ROWS, column_count_of_block), result_index),
         scratch_shapes=[
             pltpu.VMEM((2, ROWS, hidden_size // LANES, LANES), x.dtype),
             pltpu.SemaphoreType.DMA((2,)),
@@ -419,7 +419,7 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
         The results in the order of the tiles, (n', D / LANES, LANES) in the dtype of `gated`.
     """
     _, _, expert_width, hidden_size = stacks.down.shape
-    block_column_count = columns_per_block(hidden_size, expert_width * gated.dtype.itemsize)
+    column_count_of_block = columns_per_block(hidden_size, expert_width * gated.dtype.itemsize)
 
     def weight_index(column: Any, tile: Any, layer: Any, experts: Any) -> tuple[Any, ...]:
         return layer[0], experts[tile], 0, column
@@ -429,14 +429,15 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
         [stacks.layer_number.reshape(1), table.expert_by_tile],
         jax.ShapeDtypeStruct((len(gated), hidden_size // LANES, LANES), gated.dtype),
         WEIGHTED,
-        grid=(hidden_size // block_column_count, jnp.maximum(table.used_tile_count, 1)),
+        grid=(hidden_size // column_count_of_block, jnp.maximum(table.used_tile_count, 1)),
         in_specs=[
             pl.BlockSpec((None, 1, ROWS), lambda column, tile, *_: (tile, 0, 0)),
             pl.BlockSpec((ROWS, expert_width), lambda column, tile, *_: (tile, 0)),
-            pl.BlockSpec((None, None, expert_width, block_column_count), weight_index),
+            pl.BlockSpec((None, None, expert_width, column_count_of_block), weight_index),
         ],
         out_specs=pl.BlockSpec(
-            (ROWS, block_column_count // LANES, LANES), lambda column, tile, *_: (tile, column, 0)
+            (ROWS, column_count_of_block // LANES, LANES),
+            lambda column, tile, *_: (tile, column, 0),
         ),
     )(table.weight_by_row, gated, stacks.down)
 

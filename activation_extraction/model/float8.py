@@ -322,13 +322,13 @@ class Scales:
         """
         # A list with one array for each axis of the tensor. An array contains, for each index of
         # the part along the axis, the index of its scale.
-        scale_indices_by_axis = []
+        scale_indices_of_axes = []
         for axis_slice, axis_size, values_per_scale in zip(
             index, self.tensor_shape, self.values_per_scale, strict=True
         ):
             start_index, stop_index, _ = axis_slice.indices(axis_size)
-            scale_indices_by_axis.append(np.arange(start_index, stop_index) // values_per_scale)
-        *expert_scale_indices, row_scale_indices, column_scale_indices = scale_indices_by_axis
+            scale_indices_of_axes.append(np.arange(start_index, stop_index) // values_per_scale)
+        *expert_scale_indices, row_scale_indices, column_scale_indices = scale_indices_of_axes
         lookup_table_size = len(FLOAT32_OF_BYTE)
         scales_of_columns = self._read()[
             ..., column_scale_indices[0] : column_scale_indices[-1] + 1

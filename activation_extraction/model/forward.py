@@ -294,13 +294,15 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
     )
     # Each host feeds one row with the three flags of `Step`.
     shape_of_host_flags = 1, 3
-    input_shapes = []
+    shapes_of_fed_arrays = []
     for row_count, row_length in [program.batch_shape] * 3 + [shape_of_host_flags]:
         shape_of_all_hosts = row_count * host_rows.hosts, row_length
-        input_shapes.append(
+        shapes_of_fed_arrays.append(
             jax.ShapeDtypeStruct(shape_of_all_hosts, jnp.int32, sharding=host_rows.incoming())
         )
-    lowered_program = jax.jit(apply, out_shardings=output_shardings).lower(params, *input_shapes)
+    lowered_program = jax.jit(apply, out_shardings=output_shardings).lower(
+        params, *shapes_of_fed_arrays
+    )
     return compile_with_options(lowered_program, program.platform, **options)
 
 

@@ -102,7 +102,7 @@ class HookKind:
             tokens in `logits.top_ids`; 1 if every factor has a letter.
     """
 
-    name: str  # canonical name
+    name: str  # canonical name, in which {} stands for the layer
     letters: str  # one letter for each axis of the values of a token, such as "NH"
     # Dotted path of the array to capture among the intermediates of a layer, such as "attn.q": the
     # names of the modules that contain the array, then its own name.
@@ -200,9 +200,9 @@ class Hook(NamedTuple):
 
     @property
     def module(self) -> str | None:
-        """The first name of the same values in Hugging Face, such as "model.layers.3.output".
+        """The first Hugging Face name of the hook's values, such as "model.layers.3.output".
 
-        None if they have no name there.
+        None if the values have no name in Hugging Face.
         """
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 

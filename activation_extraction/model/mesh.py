@@ -256,6 +256,7 @@ class Layout:
         """
 
         def attend_on_device(q: Array, k: Array, v: Array, *segments: Array) -> Array:
+            # Index in the row of the first query on this device.
             first_query_index: Array | int = 0
             if self.size("query") > 1:
                 first_query_index = lax.axis_index("query") * q.shape[1]

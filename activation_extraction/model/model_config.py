@@ -515,15 +515,16 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
         InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
     positive_int_of_key = {}
-    for result_key, field_name in fields.items():
-        field_value = getattr(hf, field_name)
+    for result_key, config_field_name in fields.items():
+        field_value = getattr(hf, config_field_name)
         if type(field_value) is not int or field_value < 1:
             raise InputError(
-                f"{source}: {field_name} must be a positive integer, found {field_value!r}"
+                f"{source}: {config_field_name} must be a positive integer, found {field_value!r}"
             )
         if field_value > LARGEST_SIZE:
             raise InputError(
-                f"{source}: {field_name} is {field_value:.6g}, expected at most {LARGEST_SIZE:,}"
+                f"{source}: {config_field_name} is {field_value:.6g}, expected at most "
+                f"{LARGEST_SIZE:,}"
             )
         positive_int_of_key[result_key] = field_value
     return positive_int_of_key

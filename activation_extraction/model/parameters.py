@@ -91,8 +91,9 @@ def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
         model: A model without a mesh, which maps token ids, segment ids and positions to a result.
 
     Returns:
-        Path of a parameter -> Flax's box of its logical axes (`names`) around a
-        `jax.ShapeDtypeStruct` (`value`).
+        A dict: path of a parameter -> box of Flax, whose attribute `names` contains the logical
+        axes of the parameter, and whose attribute `value` is a `jax.ShapeDtypeStruct` with its
+        shape and dtype.
     """
     abstract_token_array = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     abstract_variables = jax.eval_shape(

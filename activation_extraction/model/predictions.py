@@ -60,21 +60,21 @@ def predictions(
             position, given the earlier tokens of its sample, (B, T, 1) float32. NaN for the first
             token of a sample.
     """
-    next_ids = jnp.roll(token_ids, -1, axis=1)
+    next_token_ids = jnp.roll(token_ids, -1, axis=1)
     head_weight = layout.constrain(head_weight, "head_vocab", "embed", unsplit_axis="fsdp")
 
     def predictions_of_block(block: tuple[Array, Array]) -> dict[str, Array]:
-        hidden_states_of_block, next_ids_of_block = block
+        hidden_states_of_block, next_token_ids_of_block = block
         hidden_states_of_block = layout.constrain(
             hidden_states_of_block, "batch", "sequence", "hidden"
         )
         logits = layout.constrain(
             einsum("BTD,VD->BTV", hidden_states_of_block, head_weight), *LOGIT_AXES
         )
-        return _from_logits(logits, next_ids_of_block, requested, top, dtype, layout)
+        return _from_logits(logits, next_token_ids_of_block, requested, top, dtype, layout)
 
     bits_by_prediction_name = in_blocks(
-        predictions_of_block, (hidden, next_ids), TOKENS_OF_A_BLOCK, layout
+        predictions_of_block, (hidden, next_token_ids), TOKENS_OF_A_BLOCK, layout
     )
     array_by_prediction_name = {
         prediction_name: from_bits(prediction_bits, dtype)

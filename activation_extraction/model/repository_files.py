@@ -124,7 +124,7 @@ class RemoteFiles:
     Small files are copied to a temporary folder, and weights are read by ranges into memory.
     """
 
-    # Only repositories on the hub have a commit, and can be read from the hub's cache instead.
+    # Files at a URL have no commit and are never read from a cache, unlike those on the hub.
     commit = None
     is_offline = False
 

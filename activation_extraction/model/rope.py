@@ -142,8 +142,10 @@ class Rope:
         blend_start, blend_end = self.blended
         weights_of_undivided_frequencies: np.ndarray
         if self.rope_type == "llama3":
-            turns_of_frequencies = np.float32(self.trained / (2 * math.pi)) * undivided_frequencies
-            weights_of_undivided_frequencies = (turns_of_frequencies - blend_start) / (
+            turns_over_trained_length = (
+                np.float32(self.trained / (2 * math.pi)) * undivided_frequencies
+            )
+            weights_of_undivided_frequencies = (turns_over_trained_length - blend_start) / (
                 blend_end - blend_start
             )
         else:

@@ -90,7 +90,7 @@ class CostModel:
     model: HookedModel  # model with its hooks
     weights: WeightTable  # path of each parameter of the model -> its shape, axes and tensors
     num_rows: int  # rows in a step, of all hosts together
-    row_length: int  # in tokens
+    row_length: int  # number of tokens per row
     encoders: Sequence[Encoder] = ()  # encoders of the autoencoders whose codes the step computes
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> StepCost:
@@ -242,9 +242,9 @@ class CostModel:
             num_moved_values += num_values_before_gather + num_gathered_values
         num_layers, *weight_axis_sizes = weight_spec.shape
         if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
-            num_products_on_device = num_layers * self._tokens_on_device(layout)
+            num_token_matrix_products = num_layers * self._tokens_on_device(layout)
             if experts_config is not None and "experts" in path:
-                num_products_on_device *= experts_config.per_token
+                num_token_matrix_products *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
             # For each token, a product with a weight matrix reads its input from memory and writes
             # its output to memory. One of the two has the hidden size, and the length of the other
@@ -254,7 +254,7 @@ class CostModel:
             if "up_proj" not in path:
                 input_and_output_values_per_token += hidden_size
             num_moved_values += (
-                num_products_on_device
+                num_token_matrix_products
                 * input_and_output_values_per_token
                 / layout.size(*MODEL_AXES)
             )

@@ -46,7 +46,7 @@ class TensorSlice(NamedTuple):
 
     Attributes:
         axis: Axis of the tensor along which the parameters are concatenated.
-        start: Index on this axis at which the slice begins.
+        start: Index on the axis `axis` at which the slice begins.
         axis_size: Size of the tensor along this axis.
         is_per_head: Whether the axis contains one head after the other, and the parameter consists
             of one slice per head. If so, `start` and `axis_size` refer to a single head, and the
@@ -54,7 +54,7 @@ class TensorSlice(NamedTuple):
     """
 
     axis: int  # axis of the tensor along which the parameters are concatenated
-    start: int  # index on this axis at which the slice begins
+    start: int  # index on the axis `axis` at which the slice begins
     axis_size: int  # size of the tensor along `axis`
     is_per_head: bool = False  # whether `axis` contains one head after the other
 

@@ -284,25 +284,27 @@ def raise_together(
     fields_digest = hashlib.sha256(
         json.dumps(shown_content_by_field, sort_keys=True).encode()
     ).hexdigest()
-    problem_kinds, fields_digests = zip(*gather(host, (problem_kind, fields_digest)), strict=True)
-    if problem is None and any(problem_kinds):
+    problem_kinds_of_hosts, fields_digests_of_hosts = zip(
+        *gather(host, (problem_kind, fields_digest)), strict=True
+    )
+    if problem is None and any(problem_kinds_of_hosts):
         failed_host_numbers = [
             str(host_number)
-            for host_number, problem_kind_of_host in enumerate(problem_kinds)
+            for host_number, problem_kind_of_host in enumerate(problem_kinds_of_hosts)
             if problem_kind_of_host
         ]
         other_failure_message = (
             f"host {', '.join(failed_host_numbers)} failed: see the message there"
         )
-        if BAD_INPUT in problem_kinds:
+        if BAD_INPUT in problem_kinds_of_hosts:
             problem = InputError(other_failure_message)
         else:
             problem = RunError(other_failure_message, remedy="it says what to do on all hosts")
-    elif problem is None and len({*fields_digests}) > 1:
+    elif problem is None and len({*fields_digests_of_hosts}) > 1:
         # Hosts exchange the fields themselves only if the digests differ, because a data set of
         # many files has many fields.
         problem = InputError(_difference_message(gather(host, shown_content_by_field)))
-    if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds}:
+    if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds_of_hosts}:
         problem.is_recurring = True
     if problem is not None:
         leave(host)

@@ -124,7 +124,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     request = together(host, lambda: step_request(config, model_commit, device_memory_bytes))
     forward = together(host, lambda: prepare_model(request), step_of)
     earlier_metadata = [metadata for _, metadata in earlier_outputs]
-    metadata_facts: dict[str, Any] = {}
+    metadata_facts: dict[str, Any] = {}  # key in metadata.json -> value
     if config.computing.batch_size == "auto":
         forward, metadata_facts["auto_batch_size"] = fit_rows(
             host, request, forward, earlier_metadata

@@ -77,13 +77,13 @@ def load_for_hidden_states(
             f"the token id {invalid_token_id}"
         )
     max_sample_tokens = max(map(len, token_ids), default=1)
-    max_positions, reason_of_limit = model_config.longest_row
-    if max_sample_tokens > max_positions:
+    max_tokens_per_row, reason_of_limit = model_config.longest_row
+    if max_sample_tokens > max_tokens_per_row:
         raise InputError(
             f"--model_path {model_path}: {reason_of_limit}; a stored sample has "
             f"{max_sample_tokens} tokens"
         )
-    row_length = min(-(-max_sample_tokens // LENGTH_STEP) * LENGTH_STEP, max_positions)
+    row_length = min(-(-max_sample_tokens // LENGTH_STEP) * LENGTH_STEP, max_tokens_per_row)
     computed_hook_names = (
         "blocks.0.hook_resid_pre",
         *(

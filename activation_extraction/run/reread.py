@@ -207,9 +207,9 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         _num_samples_before_mark,
     ), sample_indices in sample_indices_by_worker_and_start.items():
         # The same sample may be in `stored_samples` several times.
-        sample_indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
+        indices_in_stored_samples_by_sample_idx: dict[int, list[int]] = defaultdict(list)
         for sample_index in sample_indices:
-            sample_indices_by_sample_idx[stored_samples[sample_index].sample_idx].append(
+            indices_in_stored_samples_by_sample_idx[stored_samples[sample_index].sample_idx].append(
                 sample_index
             )
         sample_stream = samples(
@@ -217,10 +217,10 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
             text.tokenizer,
             text.sample_settings,
             start=stored_samples[sample_indices[0]].mark_before,
-            until=worker.number_of(max(sample_indices_by_sample_idx)) + 1,
+            until=worker.number_of(max(indices_in_stored_samples_by_sample_idx)) + 1,
         )
         for reread_sample in sample_stream:
-            for sample_index in sample_indices_by_sample_idx.get(
+            for sample_index in indices_in_stored_samples_by_sample_idx.get(
                 reread_sample.facts.sample_idx, ()
             ):
                 token_ids_or_messages[sample_index] = _token_ids(

@@ -37,7 +37,7 @@ class ChipKind(NamedTuple):
 
     chip_name: str  # key of the chip in `model.devices.CHIPS`
     machine_shapes: str  # shapes of machines with this chip, such as "2x2 4x4"; "" for GPUs
-    number_in_name_per_chip: int  # such as 2 if v4-32 has 16 chips
+    number_in_name_per_chip: int  # number in a machine's name per chip; 2 for v4
     devices_per_chip: int  # number of JAX devices per chip
 
 

@@ -522,7 +522,7 @@ class Attempts:
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
         self._folder = folder
         self._request_name = request
-        self._patience = patience
+        self._patience = patience  # time for all attempts; None if it has not begun
         self._pause_seconds = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:

@@ -48,7 +48,7 @@ from activation_extraction.store.statistics import (
 )
 
 # Key of a hook in pickles: the number of its layer, or the name by which the user selects the hook.
-Key = int | str
+Key = int | str  # number of a layer, or name of a hook
 Values = np.ndarray | Codes  # values of some tokens at a hook, in the user's form
 Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
@@ -759,11 +759,20 @@ class CodeValues(HookValues):
     def differences(
         self, stored: Codes, recomputed: Codes, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Yields a message for each quantity of the codes that differs more than is allowed.
+        """Compares the stored codes of a sample at this hook with recomputed codes.
 
-        The quantities are the active features, their values, the norms of the activations, and the
-        errors of reconstruction. Values are compared only for the features that are active in both
-        codes.
+        The active features, their values, the norms of the activations and the errors of
+        reconstruction are compared. Values are compared only for the features that are active in
+        both codes.
+
+        Args:
+            stored: Stored codes of the sample.
+            recomputed: Recomputed codes of the sample.
+            positions: Positions of the sample's tokens. They are not used.
+            tolerance: Largest differences that are allowed.
+
+        Yields:
+            A message for each of the four quantities that differs more than is allowed.
         """
         stored_features = self._flat_features(stored)
         recomputed_features = self._flat_features(recomputed)

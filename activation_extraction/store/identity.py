@@ -368,10 +368,12 @@ class Identity:
             for field_name in OF_SAMPLES
         ]
         for file_name in files.keys() & other_files.keys():
-            file_bytes, file_fingerprint = files[file_name]
-            other_file_bytes, other_fingerprint = other_files[file_name]
+            file_size_bytes, file_fingerprint = files[file_name]
+            other_file_size_bytes, other_fingerprint = other_files[file_name]
             field_comparisons.append(
-                Difference(f"the size of data file {file_name}", file_bytes, other_file_bytes)
+                Difference(
+                    f"the size of data file {file_name}", file_size_bytes, other_file_size_bytes
+                )
             )
             # Only fingerprints of blocks are compared. The fingerprint of a file at a URL is a
             # version that its server reports, so a copy of the same file in another place may have

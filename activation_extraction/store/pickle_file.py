@@ -295,9 +295,9 @@ class _Array(np.ndarray):
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
-        state_version, array_shape, dtype_stand_in, is_fortran_order, array_bytes = state
+        state_version, array_shape, dtype_replacement, is_fortran_order, array_bytes = state
         super().__setstate__(
-            (state_version, array_shape, dtype_stand_in.dtype, is_fortran_order, array_bytes)
+            (state_version, array_shape, dtype_replacement.dtype, is_fortran_order, array_bytes)
         )
 
 

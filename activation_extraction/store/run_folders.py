@@ -388,6 +388,7 @@ class RunFolders:
         Raises:
             InputError: If another version of this program has written the metadata.
         """
+        # Tuples of the URL of a folder and the content of the metadata.json that was found for it.
         urls_and_metadata = []
         # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
         for root_index, output_root in enumerate(self.roots):

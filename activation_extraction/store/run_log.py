@@ -552,6 +552,7 @@ def _read_once(folder: Folder) -> RunLog:
     """
     metadata_bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
     metadata_bytes, metadata_version = metadata_bytes_and_version or (None, None)
+    # Name of a JSON file that cannot be read -> message on the file.
     damaged_files: dict[str, str] = {}
     # Name of a shard's JSON file, a commit or a reservation -> version of this file.
     shard_json_versions: dict[str, str | None] = {}

@@ -480,7 +480,9 @@ def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
         file_content = _read(folder, commit, name, file_url, max_bytes=file_facts.bytes)
         _check_digest(file_content, file_facts.sha256, file_url)
     except RunError:
-        # In a bucket, the file was read in its recorded version, so it cannot have been replaced.
+        # A local file may have been replaced since its JSON was read, which is no damage. So the
+        # JSON is read again. In a bucket, the file was read in its recorded version, so it cannot
+        # have been replaced.
         if folder.is_local:
             _check_json(folder, commit, file_url)
         raise

@@ -92,6 +92,7 @@ class ShardWriter:
         self._clear_pending()
 
     def _clear_pending(self) -> None:
+        # Samples of the next shard, each with its values: key of a hook -> values at the hook.
         self._pending_samples: list[tuple[ShardSample, Mapping[Key, Any]]] = []
         self._pending_bytes = 0  # bytes of the values of `_pending_samples`
 
@@ -193,7 +194,7 @@ class ShardWriter:
             shard: The shard. Its values are encoded here if they are not encoded yet.
             mark: Mark for the commit.
             number: Number of the shard.
-            queued_shard: Shard in the queue, whose phase is set.
+            queued_shard: Entry of the shard in the queue. This method sets its `phase`.
 
         Returns:
             A tuple of the commit, which is not written yet, and the samples of the shard.

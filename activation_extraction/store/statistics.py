@@ -478,14 +478,14 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
         sums: Full name of a hook -> the sums for every dimension of the hook.
         writer: Id of the process that writes the file; "" to leave it out.
     """
-    array_by_name: dict[str, Any] = {}
+    array_by_name_in_file: dict[str, Any] = {}
     for hook_name, hook_sums in sums.items():
         for field_name in FIELDS:
-            array_by_name[f"{hook_name}/{field_name}"] = getattr(hook_sums, field_name)
+            array_by_name_in_file[f"{hook_name}/{field_name}"] = getattr(hook_sums, field_name)
     if writer:
-        array_by_name["writer"] = np.array(writer)
+        array_by_name_in_file["writer"] = np.array(writer)
     npz_file = io.BytesIO()
-    np.savez(npz_file, **array_by_name)
+    np.savez(npz_file, **array_by_name_in_file)
     return npz_file.getvalue()
 
 

@@ -213,7 +213,7 @@ class Compression(NamedTuple):
         magic: First bytes of a compressed file, by which the compression is recognised.
     """
 
-    codec: str
+    codec: str  # name of the codec in fsspec and in messages
     magic: bytes  # first bytes of a compressed file
 
 

@@ -248,7 +248,8 @@ class RowSchema:
         if self.id_column is not None:
             return column_of(row, self.id_column, "--id_column")
         # More than one reader may be able to read a row. For example, a row with a text column may
-        # be an ARC-AGI task as well, whose id is in a column that only the second reader names.
+        # be an ARC-AGI task as well, whose id is in a column that only the second reader names. So
+        # the id columns of all readers that can read the row are searched.
         for reader in self.readers:
             if not reader.can_read(row):
                 continue

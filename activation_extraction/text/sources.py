@@ -252,7 +252,8 @@ def hub_row(
 ) -> SourceRow:
     """Returns a row of a hub data set as a SourceRow.
 
-    `datasets` yields rows without their positions, so the caller counts them.
+    `datasets` yields rows without their positions, so the caller determines the position by
+    counting the rows.
 
     Args:
         columns: Columns of the row by name, as `datasets` returns them.

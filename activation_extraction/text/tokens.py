@@ -229,21 +229,21 @@ def _tokens_of_sections(
         with_offsets: Whether `encodings` contain the offsets of tokens in their section. If not,
             the returned tokens have no offsets and no labels.
     """
-    ids_of_sections, offsets_of_sections = [], []
+    token_ids_of_sections, token_offsets_of_sections = [], []
     for section_slice, section_encoding in zip(
         sections, islice(encodings, len(sections)), strict=True
     ):
-        ids_of_sections.append(np.asarray(section_encoding.ids, np.int32))
+        token_ids_of_sections.append(np.asarray(section_encoding.ids, np.int32))
         if with_offsets:
             offsets_in_section = np.asarray(section_encoding.offsets, np.int32).reshape(-1, 2)
-            offsets_of_sections.append(section_slice.start + offsets_in_section)
-    all_token_ids = np.concatenate(ids_of_sections)
+            token_offsets_of_sections.append(section_slice.start + offsets_in_section)
+    all_token_ids = np.concatenate(token_ids_of_sections)
     num_document_tokens = len(all_token_ids)
     # Without the copy, the slice would keep the ids of all tokens in memory.
     returned_token_ids = all_token_ids[:max_tokens].copy()
     if not with_offsets:
         return Tokens(returned_token_ids, num_document_tokens)
-    token_offsets = np.concatenate(offsets_of_sections)
+    token_offsets = np.concatenate(token_offsets_of_sections)
     return Tokens(
         returned_token_ids,
         num_document_tokens,
