@@ -228,7 +228,7 @@ class Connection(socketserver.StreamRequestHandler):
         self.wfile.write(f"{status_line}{object_headers}Content-Length: {size}\r\n\r\n".encode())
 
     def send(self, status: int, content: bytes = b"") -> None:
-        """Sends an answer without headers about an object, such as a listing or an error.
+        """Sends an answer that is no object, such as a listing or an error.
 
         Args:
             status: The HTTP status.

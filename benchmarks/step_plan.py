@@ -93,8 +93,8 @@ class StepTimes(NamedTuple):
     products: float  # seconds for the floating-point operations in `StepPlan.flops`
     kernel: float  # seconds for the operations in `StepPlan.delta_kernel_flops`
     hbm: float  # seconds for reading and writing HBM
-    hidden: float  # seconds for sending while the device computes
-    exposed: float  # seconds for sending while nothing else runs
+    hidden: float  # seconds for sending that the program overlaps with computing
+    exposed: float  # seconds for sending that the program overlaps with nothing
 
     @property
     def device(self) -> float:

@@ -935,7 +935,7 @@ class Config:
     hooks: HookOptions = part(HookOptions, EXTRACT)  # hooks whose activations or codes are stored
     # Text that the model reads, and the choice of stored tokens.
     text: TextOptions = part(TextOptions, TEXT)
-    # Way in which steps are computed.
+    # Flags that determine how a step is computed, such as the dtype, batch size and mesh.
     computing: ComputingOptions = part(ComputingOptions, COMPUTING)
     # Number of this process among the machines and hosts.
     hosts: HostOptions = part(HostOptions, HOSTS)

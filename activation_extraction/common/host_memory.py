@@ -70,7 +70,7 @@ class _MountedGroup(NamedTuple):
     """
 
     cgroup_folder: Path  # folder of the control group
-    mount_folder: Path  # folder where the hierarchy is mounted
+    mount_folder: Path  # folder where the hierarchy of control groups is mounted
     file_names: _FileNames  # names of the files in the folders of control groups
 
 

@@ -364,8 +364,9 @@ class SpecForgeFormat(DraftFormat):
             chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
-            InputError: If the chosen hooks lack the output of the final norm, or do not contain the
-                residual stream after exactly three layers, or contain the embedding.
+            InputError: If the chosen hooks are not the output of the final norm and the residual
+                streams after three different layers, which an EAGLE-3 draft model needs. The
+                embedding does not count as a layer.
         """
         exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
         hook_name_by_stream_number = streams_by_number(exported_hook_names)

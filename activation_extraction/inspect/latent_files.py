@@ -134,8 +134,9 @@ class DelphiFormat(ExportFormat):
                 token_batch.position
                 < sample_lengths[sample_index_of_token] // self.tokens_per_row * self.tokens_per_row
             )
-            # Index of each token among the tokens of the run that are in whole rows. The values at
-            # other tokens of the chunk are not used.
+            # Only rows that are full of tokens are exported. For each token of the chunk, this is
+            # the index among all of the run's tokens in such rows. The numbers of other tokens have
+            # no meaning, and are not used.
             indices_in_whole_rows = row_token_count + np.cumsum(is_in_whole_row) - 1
             token_ids_of_chunks.append(token_batch.token_ids[is_in_whole_row])
             for hook_name, hook_codes in token_batch.items():

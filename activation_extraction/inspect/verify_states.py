@@ -80,7 +80,7 @@ class RowCheck:
     matches_of_layers: list[MatchByHookAndOffset] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:
-        """Returns a layer's match with the smallest error among all hooks and token offsets.
+        """Returns the hook and the token offset whose states are closest to those of a layer.
 
         Args:
             layer: Index of the layer in the row's file.
@@ -386,11 +386,11 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
 
 
 def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
-    """Returns the line that --verify prints about a layer of the files.
+    """Returns the line that --verify prints about one layer of the files of hidden states.
 
     The line names the hook, the number of rows that contain the states of this hook in this layer,
-    and the largest error of these rows. If `hook.is_certain` is False, the name of the hook is only
-    a guess, so the line says that no row matches a hook.
+    and the largest error of these rows. If `hook.is_certain` is False, no row matches any hook. The
+    line then says so, and names no hook.
 
     Args:
         layer: Index of the layer in each row's file, from 0.
@@ -810,11 +810,13 @@ def _describe_parts(
 def _part_in_words(
     alignment: Alignment, layer_row_number: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str:
-    """Returns a phrase that says to which tokens of a sample some states of a layer belong.
+    """Returns a phrase that says to which hook and tokens some stored states of a layer belong.
 
     Args:
-        alignment: States of the layer that match states of one sample at one offset.
-        layer_row_number: Number of the row whose file contains the layer.
+        alignment: The stored states, and the sample, hook and tokens whose computed states they
+            match.
+        layer_row_number: Number of the row whose file contains the stored states. The matching
+            sample may be that of another row.
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.
     """

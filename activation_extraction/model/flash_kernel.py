@@ -130,8 +130,8 @@ def _spans(
     # The span of keys that a block of queries reads begins where the segment of the block's first
     # query begins.
     first_segment_of_block = query_segments[:, ::QUERIES]
-    is_in_segment = key_segments[:, None, :] == first_segment_of_block[..., None]
-    first_key_index_of_span = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)
+    is_key_in_segment_of_block = key_segments[:, None, :] == first_segment_of_block[..., None]
+    first_key_index_of_span = jnp.argmax(is_key_in_segment_of_block, axis=-1).astype(jnp.int32)
     end_key_index_of_span = first_query + QUERIES * jnp.arange(
         1, first_segment_of_block.shape[1] + 1, dtype=jnp.int32
     )

@@ -88,7 +88,9 @@ class Change(NamedTuple):
     has_exchanged_factors: bool = False
     expert_number: int = 0  # number of the changed expert, if A and B contain several
     expert_count: int = 1  # number of experts in A and B; 1 for matrices without experts
-    first_row_of_b: int = 0  # index of the row of B for row 0 of the tensor
+    # Index of the row of B for row 0 of the tensor. It is not 0 if B belongs to several tensors of
+    # the base model together, and this tensor is not the first of them.
+    first_row_of_b: int = 0
     is_transposed: bool = False  # whether the tensor of the base model has the shape (in, out)
 
 

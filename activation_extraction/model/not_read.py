@@ -171,7 +171,9 @@ def tensor_not_in_file(location: str, index_name: str, file_name: str | None) ->
         file_name: Another name under which the file contains the tensor; None if it does not
             contain the tensor at all.
     """
-    other_name_remark = ""
+    remark_on_other_checkpoint = ""
     if file_name:
-        other_name_remark = f"; it is {file_name} there: {INDEX_FILE} is of another checkpoint"
-    return InputError(f"{location}: tensor {index_name} is missing{other_name_remark}")
+        remark_on_other_checkpoint = (
+            f"; it is {file_name} there: {INDEX_FILE} is of another checkpoint"
+        )
+    return InputError(f"{location}: tensor {index_name} is missing{remark_on_other_checkpoint}")

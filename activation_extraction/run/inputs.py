@@ -327,13 +327,13 @@ def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dic
 
     Args:
         forward: The model on its mesh.
-        text: The text.
+        text: The data set, the tokenizer, and the settings of the samples.
         identity: The identity of the run.
 
     Returns:
-        Name in messages -> content. The contents are the properties of the step (`step_of`), the
-        fields of the identity that all hosts share, the fingerprints of the data files, and a
-        digest of this program's source files.
+        A dict from the name of a content, as messages show it, to the content. The contents are the
+        properties of the step (`step_of`), the fields of the identity that all hosts share, the
+        fingerprints of the data files, and a digest of this program's source files.
     """
     package_folder = Path(activation_extraction.__file__).parent
     script_paths = [package_folder.parent / script_name for script_name in SCRIPTS]

@@ -559,7 +559,11 @@ def plan_storage(
 
 
 def log_start(run: Run) -> None:
-    """Logs the hooks, the stored samples, the special tokens and the kept tokens of a run."""
+    """Logs the settings of a run that a user should see before it begins.
+
+    They are the hooks, the number of samples that are stored already, the special tokens that each
+    text gets, and the rule by which tokens are kept.
+    """
     storage, sample_settings = run.storage, run.text.sample_settings
     log_hooks(run.config.hooks, run.forward)
     stored_totals = storage.totals

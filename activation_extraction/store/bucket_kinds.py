@@ -134,8 +134,8 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
     """
     setting_by_field = {}
     for field_text in connection_string.strip(" ;\n").split(";"):
-        field_name, _, setting = field_text.partition("=")
-        setting_by_field[field_name] = setting
+        field_name, _, setting_value = field_text.partition("=")
+        setting_by_field[field_name] = setting_value
     if setting_by_field.get("UseDevelopmentStorage", "").lower() == "true":
         return {"account_name": "devstoreaccount1", "use_emulator": "true"}
     endpoint_url = setting_by_field.get("BlobEndpoint", "")

@@ -389,8 +389,8 @@ class HookValues(ABC):
         Args:
             stored: Stored values of the sample, as `for_user` returns them.
             recomputed: Recomputed values of the sample, as `for_user` returns them.
-            positions: Positions of the sample's tokens, int32 (tokens,). The first token of a
-                sample, at position 0, has no loss to compare.
+            positions: Positions of the sample's tokens, int32 (tokens,). If the hook is the loss,
+                position 0 is not compared, because the first token of a sample has no loss.
             tolerance: Largest differences that are allowed.
 
         Yields:

@@ -179,7 +179,8 @@ class Identity:
     ) -> HookValues:
         """Makes the object that describes one hook of the run.
 
-        The names in this identity decide the class of the object: `CodeValues`, `Float8Values` or
+        The class of the object is `CodeValues` if the hook is one of `code_hooks`, `Float8Values`
+        if `activation_dtype` is "float8" and the hook's values are activations, and otherwise
         `DenseValues`.
 
         Args:
@@ -190,7 +191,8 @@ class Identity:
             dtype: Name of the dtype of the values in files. "" for the dtype that follows from the
                 identity.
             max_features_per_token: Largest number of features that are stored for a token. 0 for
-                other values than codes, and in a process that writes codes.
+                other values than codes, and while codes are written, because the writer does not
+                need this number.
         """
         if name in self.code_hooks:
             return CodeValues(

@@ -59,7 +59,8 @@ class RunDescription:
     hooks: Mapping[Key, str] = field(default_factory=dict)  # key -> full name of the hook
     # Largest numbers to store, by the names "max_samples" and "max_tokens"; None for no limit.
     limits: Mapping[str, int | None] = field(default_factory=dict)
-    facts: RunFacts = field(default_factory=RunFacts)  # further facts about the run and its hooks
+    # Facts that metadata.json records in addition to the identity.
+    facts: RunFacts = field(default_factory=RunFacts)
 
     def to_json(self, totals: Totals) -> dict[str, Any]:
         """Returns the fields of metadata.json that describe the run and the stored shards.

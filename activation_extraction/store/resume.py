@@ -148,9 +148,9 @@ class ShardNumbers:
     def take(self) -> int:
         """Returns the number of the next shard.
 
-        In a repair, the numbers of missing and bad shards (the gaps) come first, except the last
-        one: `take_gaps` returns it for the last shard. All further numbers are new, as are all
-        numbers outside of a repair.
+        Outside of a repair, every number is new. In a repair, the numbers of missing and bad shards
+        (the gaps) come before new numbers. The highest gap is never returned here, because
+        `take_gaps` returns it when the repair stores its final shard.
         """
         if len(self._gap_shard_numbers) > 1:
             return self._gap_shard_numbers.pop(0)

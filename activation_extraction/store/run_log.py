@@ -275,7 +275,7 @@ class Commit:
         return {hook["key"]: hook["name"] for hook in self.hooks}
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the content of the JSON file, without its checksum."""
+        """Returns the content of the JSON file that is this commit, without its checksum."""
         json_object = asdict(self)
         sample_range = {
             field_name: json_object.pop(field_name) for field_name in ("first", "last", "count")

@@ -29,8 +29,9 @@ from activation_extraction.store.shard import LABELS, Shard
 # tensors with the labels of the tokens, named as in LABELS.
 OF_TOKENS = ("sample_idx", "sample_offsets", "token_ids", "position")
 FORMAT = "2"
-# Largest size in bytes of a block of tokens in the tensors of the hook with the most bytes. A block
-# contains at least one token even if it has more bytes.
+# The tokens of a shard are divided into blocks, whose rows have a checksum in each tensor. A block
+# has as many tokens as take at most this number of bytes at the hook with the most bytes per token,
+# but at least one token.
 BLOCK_BYTES = 2**20
 
 

@@ -216,8 +216,9 @@ def _whole_samples(
         tokenizer: The tokenizer; None if documents are token ids.
         settings: The settings by which documents become samples.
         start: The mark before the first sample to yield.
-        sample_limit: The number of the worker's samples, from the beginning of the data, for which
-            rows are read; infinite for no limit. The caller takes no more samples.
+        sample_limit: The number of the worker's samples, from the beginning of the data, after
+            which no more rows are read; infinite for no limit. The last row may yield more samples,
+            which the caller must leave out.
 
     Yields:
         The samples, in order.
