@@ -74,9 +74,9 @@ class Embedding(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig  # configuration of the model
-    dtype: Any  # dtype of the vectors
-    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
+    config: ModelConfig
+    dtype: Any
+    layout: Layout
 
     def setup(self) -> None:
         self.weight = parameter(self, "weight", "VD")
@@ -121,10 +121,10 @@ class SelfAttention(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig  # configuration of the model
-    dtype: Any  # dtype of weights and of the operands of matrix products
-    attention: Attention  # function that computes attention from queries, keys and values
-    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
+    config: ModelConfig
+    dtype: Any
+    attention: Attention
+    layout: Layout
 
     def setup(self) -> None:
         make_linear = partial(Linear, self.config, dtype=self.dtype)
@@ -219,10 +219,10 @@ class MLP(nn.Module):
             shared expert.
     """
 
-    config: ModelConfig  # configuration of the model
-    dtype: Any  # dtype of weights and of the operands of matrix products
-    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
-    width_letter: str = "F"  # letter of the axis with the width of the MLP
+    config: ModelConfig
+    dtype: Any
+    layout: Layout
+    width_letter: str = "F"
 
     def setup(self) -> None:
         self.gate_proj = Linear(self.config, f"D->{self.width_letter}", dtype=self.dtype)
@@ -276,9 +276,9 @@ class SparseMLP(nn.Module):
     """
 
     config: Any  # configuration of the model, a ModelConfig
-    dtype: Any  # dtype of weights and of the operands of matrix products
+    dtype: Any
     compute_expert_sum: ExpertSum  # computes the weighted sums of the routed experts
-    layout: Layout  # mesh of devices, and rules for splitting arrays along its axes
+    layout: Layout
 
     def setup(self) -> None:
         self.gate = Linear(self.config, "D->R", dtype=self.dtype)
@@ -342,11 +342,11 @@ class DecoderLayer(nn.Module):
         layer_type: The type of the layer, one of ModelConfig.layer_types.
     """
 
-    config: ModelConfig  # configuration of the model
-    dtype: Any  # dtype of weights and of the operands of matrix products
-    kernels: Kernels  # functions that compute attention, experts and delta nets
-    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
-    layer_type: str = DENSE  # type of the layer, one of ModelConfig.layer_types
+    config: ModelConfig
+    dtype: Any
+    kernels: Kernels
+    layout: Layout
+    layer_type: str = DENSE
 
     def setup(self) -> None:
         config = self.config
@@ -425,10 +425,10 @@ class Qwen2(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig  # configuration of the model
-    dtype: Any = jnp.float32  # dtype of weights and of the operands of matrix products
-    kernels: Kernels = Kernels()  # functions that compute attention, experts and delta nets
-    layout: Layout = Layout()  # mesh of devices, and the rules for splitting arrays along its axes
+    config: ModelConfig
+    dtype: Any = jnp.float32
+    kernels: Kernels = Kernels()
+    layout: Layout = Layout()
 
     @property
     def num_layers(self) -> int:

@@ -48,12 +48,12 @@ class HookedModel(nn.Module):
             of zeros, which do not change the residual stream, may fill the last stages.
     """
 
-    config: ModelConfig  # configuration of the model
-    hooks: tuple[Hook, ...]  # hooks in the order in which they are computed
-    dtype: Any = jnp.float32  # dtype of weights and of the operands of matrix products
-    activation_dtype: Any = jnp.float32  # dtype in which activations are stored, or "float8"
-    kernels: Kernels = Kernels()  # functions that compute attention, experts and delta nets
-    layout: Layout = Layout()  # mesh of devices, and the rules for splitting arrays along its axes
+    config: ModelConfig
+    hooks: tuple[Hook, ...]
+    dtype: Any = jnp.float32
+    activation_dtype: Any = jnp.float32
+    kernels: Kernels = Kernels()
+    layout: Layout = Layout()
     num_stages: int = 1  # number of pipeline stages, of equally many layers
 
     @property

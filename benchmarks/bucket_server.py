@@ -49,9 +49,9 @@ class Object(NamedTuple):
         etag: ETag with quotes, which is made of the modification time and the size of the file.
     """
 
-    path: Path  # path of the file
-    num_bytes: int  # size of the file in bytes
-    etag: str  # ETag with quotes, which is made of the modification time and the size of the file
+    path: Path
+    num_bytes: int
+    etag: str
 
     @classmethod
     def of(cls, path: Path) -> "Object":
@@ -69,8 +69,8 @@ class Counts(NamedTuple):
         bytes: Number of bytes of listings and objects that these requests asked for.
     """
 
-    requests: int  # number of answered requests
-    bytes: int  # number of bytes of listings and objects that these requests asked for
+    requests: int
+    bytes: int
 
 
 class Server(socketserver.ThreadingTCPServer):

@@ -56,9 +56,9 @@ class Way:
     """
 
     pads_batches: bool = False  # whether a batch is several padded documents, not one
-    sorts_by_length: bool = False  # whether documents are sorted by length before they are batched
+    sorts_by_length: bool = False
     stores_float32: bool = False  # whether values are float32, not the model's dtype
-    uses_isal: bool = True  # whether isal compresses the files instead of Python's gzip module
+    uses_isal: bool = True
 
 
 WAYS = {
@@ -215,11 +215,10 @@ class Shards:
         written_bytes: Total size in bytes of the files written so far.
     """
 
-    folder: Path  # folder of the shards
-    hooks: Sequence[str]  # names of the hooks, in the order of the values that `add` takes
-    # Way to use transformers, which determines the dtype of stored values and the compression.
+    folder: Path
+    hooks: Sequence[str]
     way: Way
-    written_bytes: int = 0  # total size in bytes of the files written so far
+    written_bytes: int = 0
     _num_written_shards: int = 0
     _collected_array_bytes: int = 0  # bytes of the values that are not written yet
     # Name of a hook -> records that are not written yet, one for each document.

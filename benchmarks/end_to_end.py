@@ -77,8 +77,7 @@ class Sampling(NamedTuple):
             written. 1 to write all.
     """
 
-    batches_per_computed_batch: int  # number of successive batches of which one is computed
-    # Number of successive computed documents of which one is written.
+    batches_per_computed_batch: int
     documents_per_written_document: int
 
 
@@ -112,10 +111,10 @@ class Bench:
         documents: Token ids of each document.
     """
 
-    folder: Path  # folder of the model, the documents and the outputs
-    parsed_flags: argparse.Namespace  # parsed flags of this script
-    model_config: ModelConfig  # configuration of the model
-    documents: list[list[int]]  # token ids of each document
+    folder: Path
+    parsed_flags: argparse.Namespace
+    model_config: ModelConfig
+    documents: list[list[int]]
 
     @property
     def layers(self) -> list[int]:

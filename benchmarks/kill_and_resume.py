@@ -96,8 +96,8 @@ class StartedProcess(NamedTuple):
         log_path: Path of the file with the stdout and stderr of the process.
     """
 
-    process: Forked  # handle of the process
-    log_path: Path  # path of the file with the stdout and stderr of the process
+    process: Forked
+    log_path: Path
 
     def end(self) -> str:
         """Waits until the process has ended.
@@ -133,14 +133,12 @@ class Extraction:
     """
 
     folder: Path  # folder with the logs of the processes and the script that they run
-    flags: Sequence[str]  # flags of extract_activations.py
-    # Environment variables that are added to the variables of this process.
+    flags: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     # Whether the batch size, the mesh and the number of devices are random at every start.
     varies_settings: bool = False
-    # Generator of all random choices.
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    num_starts: int = 0  # number of times that the extraction was started so far
+    num_starts: int = 0
 
     def start(self, *more_flags: str) -> StartedProcess:
         """Starts the extraction in a new process, which can be killed while it stores.
@@ -253,8 +251,8 @@ class Sample(NamedTuple):
 
     # Token ids and positions of the sample's stored tokens.
     ids_and_positions: tuple[list[int], list[int]]
-    facts: SampleFacts  # row of the sample in the table of samples
-    activations_by_hook_key: Mapping[Any, Any]  # key of a hook -> activations (tokens, width)
+    facts: SampleFacts
+    activations_by_hook_key: Mapping[Any, Any]
 
 
 def samples_in(*urls: object) -> dict[int, Sample]:

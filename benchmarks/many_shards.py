@@ -48,8 +48,8 @@ class Scenario(NamedTuple):
     """
 
     run: Run  # run with a single shard, of which the run that is read contains copies
-    batch_options: dict[str, Any]  # keyword arguments of `ActivationDataset.batches`
-    kept_sample_fraction: float = 1.0  # fraction of the samples that pass the filter `where`
+    batch_options: dict[str, Any]
+    kept_sample_fraction: float = 1.0
 
 
 def scenarios(shard_bytes: int) -> dict[str, Scenario]:

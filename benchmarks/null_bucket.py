@@ -55,7 +55,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     # With Nagle's algorithm, the body of a response would be sent 40 ms after its headers.
     disable_nagle_algorithm = True
-    objects: dict[str, StoredObject] = {}  # name of an object -> the object
+    objects: dict[str, StoredObject] = {}
     generation_numbers = count(1)
     write_lock = Lock()
 

@@ -75,11 +75,10 @@ class FinishedProcess:
             this process ran. If it is more than a few percent, measured speeds mean little.
     """
 
-    stdout: str  # text that the process has written to its stdout
-    # Tuple for each line that the process has written to its stderr.
+    stdout: str
     timed_stderr_lines: list[tuple[float, str]]
     seconds: float  # duration of the process from its start to its end
-    peak_bytes: int  # peak resident memory of the process
+    peak_bytes: int
     disturbed_fraction: float  # fraction of processor time that other processes used meanwhile
 
     @property

@@ -48,11 +48,11 @@ class Instruction(NamedTuple):
         line: Whole text of the instruction, with its attributes.
     """
 
-    name: str  # name of the instruction, with its leading "%"
-    result: str  # text of the result's dtype, shape and layout
-    opcode: str  # opcode, such as "fusion"
-    operands: list[str]  # names of the instructions whose results are the operands
-    line: str  # whole text of the instruction
+    name: str
+    result: str
+    opcode: str
+    operands: list[str]
+    line: str
 
     @property
     def calls(self) -> str:
@@ -124,12 +124,12 @@ class Move(NamedTuple):
     """
 
     kind: str  # "product", "kernel", "collective", "copy" or "rest"
-    name: str  # name of the instruction
-    source: str  # name of the operation in JAX
-    hbm_bytes: int  # bytes that the instruction reads from HBM and writes to it
-    sent_bytes: int = 0  # bytes that the instruction sends to other chips
+    name: str
+    source: str
+    hbm_bytes: int
+    sent_bytes: int = 0
     is_hidden: bool = False  # whether products or kernels run while the instruction sends
-    axes: tuple[str, ...] = ()  # mesh axes along which the instruction sends
+    axes: tuple[str, ...] = ()
     # Floating-point operations of the matrix products in the instruction, and of the products that
     # run while the instruction sends.
     flops: float = 0.0

@@ -88,12 +88,12 @@ class Run(NamedTuple):
         tokens_per_sample: Number of tokens of a sample.
     """
 
-    bytes_per_hook: int  # number of bytes of activations at each hook
-    num_hooks: int = 1  # number of hooks
-    width: int = 3584  # width of the activations at each hook
-    max_shard_bytes: int = 128_000_000  # largest number of bytes of a shard
-    has_conversations: bool = False  # whether the samples are conversations
-    tokens_per_sample: int = LENGTH  # number of tokens of a sample
+    bytes_per_hook: int
+    num_hooks: int = 1
+    width: int = 3584
+    max_shard_bytes: int = 128_000_000
+    has_conversations: bool = False
+    tokens_per_sample: int = LENGTH
 
     @property
     def hook_names(self) -> list[str]:
@@ -414,8 +414,7 @@ class Scenario(NamedTuple):
             the number of bytes that it has read.
     """
 
-    runs: list[Run]  # runs that are read
-    # Function without arguments that opens the runs and returns the function to measure.
+    runs: list[Run]
     prepare: Callable[[], Callable[[], int]]
 
 
@@ -544,9 +543,9 @@ class Rate(NamedTuple):
         num_bytes: Number of bytes that were read.
     """
 
-    mb_per_second: float  # MB that were read per second
+    mb_per_second: float
     core_seconds_per_gb: float  # CPU seconds for each GB that was read
-    num_bytes: int  # number of bytes that were read
+    num_bytes: int
 
 
 def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:

@@ -72,7 +72,7 @@ class StepPlan:
 
     flops: float  # floating-point operations of the model and the autoencoders on the device
     delta_kernel_flops: float  # floating-point operations of the kernel of gated delta nets
-    hbm_bytes: float  # bytes of HBM that the device reads and writes
+    hbm_bytes: float
     sent_by_axes: tuple[Sent, ...]  # one item for each set of mesh axes
 
 
@@ -92,7 +92,7 @@ class StepTimes(NamedTuple):
 
     products: float  # seconds for the floating-point operations in `StepPlan.flops`
     kernel: float  # seconds for the operations in `StepPlan.delta_kernel_flops`
-    hbm: float  # seconds for reading and writing HBM
+    hbm: float
     hidden: float  # seconds for sending that the program overlaps with computing
     exposed: float  # seconds for sending that the program overlaps with nothing
 

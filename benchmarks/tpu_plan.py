@@ -68,12 +68,10 @@ class Compiled(NamedTuple):
         memory_analysis: Memory analysis of the compiler, as JAX returns it.
     """
 
-    # Program of the step before it was compiled: the model, its mesh, and the shapes of weights and
-    # batches.
     program: Program
-    step_plan: StepPlan  # cost of a step on each chip
-    program_text: ProgramText  # parsed text of the compiled program
-    memory_analysis: Any  # memory analysis of the compiler, as JAX returns it
+    step_plan: StepPlan
+    program_text: ProgramText
+    memory_analysis: Any
 
     @property
     def model(self) -> HookedModel:

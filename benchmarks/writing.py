@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
     kind: str  # CODES, or the dtype in which activations are stored
     num_hooks: int
-    shard_format: str  # "safetensors" or "pickle"
+    shard_format: str
 
     @property
     def hook_names(self) -> dict[int | str, str]:

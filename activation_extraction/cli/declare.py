@@ -21,8 +21,8 @@ class Group(NamedTuple):
         text_below_title: Text of --help below the title; None for no text.
     """
 
-    title: str  # title of the group
-    text_below_title: str | None = None  # text of --help below the title; None for no text
+    title: str
+    text_below_title: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,15 @@ class Flag:
         may_differ_by_host: Whether the value may differ between the hosts of a run.
     """
 
-    # Arguments of argparse's `add_argument` by name. `type` is a parser of values.py.
     argparse_options: dict[str, Any]
     group: Group | None = None  # group of the flag in --help
     needs: str = ""  # names of other flags, of which this flag needs one
     excluded_flags: tuple[str, ...] = ()  # names of flags that cannot be used with this flag
     variables: Variables | None = None  # environment variables that replace the missing flag
-    # Name and help text of the flag that sets the field to False; None if there is no such flag.
     opposite_name_and_help: tuple[str, str] | None = None
-    # Function that turns the list of values after the flag into the value of the field.
     collect: Callable[[list[Any]], Any] = tuple
     determines_shards: bool = False  # whether the value of the flag determines stored content
-    may_differ_by_host: bool = False  # whether the value may differ between the hosts of a run
+    may_differ_by_host: bool = False
 
 
 def flag(

@@ -69,7 +69,7 @@ class HubDataset(NamedTuple):
 
     name: str  # name on the hub, such as HuggingFaceFW/fineweb-edu
     config_name: str  # name of a configuration, such as sample-10BT
-    split: str  # name of a split, such as train
+    split: str
 
 
 DEFAULT_DATASET = HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
@@ -931,18 +931,16 @@ class Config:
         looking: The actions for a stored run.
     """
 
-    model: ModelOptions = part(ModelOptions, MODEL)  # model and its dtype
-    hooks: HookOptions = part(HookOptions, EXTRACT)  # hooks whose activations or codes are stored
-    # Text that the model reads, and the choice of stored tokens.
+    model: ModelOptions = part(ModelOptions, MODEL)
+    hooks: HookOptions = part(HookOptions, EXTRACT)
     text: TextOptions = part(TextOptions, TEXT)
     # Flags that determine how a step is computed, such as the dtype, batch size and mesh.
     computing: ComputingOptions = part(ComputingOptions, COMPUTING)
-    # Number of this process among the machines and hosts.
     hosts: HostOptions = part(HostOptions, HOSTS)
-    output: OutputOptions = part(OutputOptions, OUTPUT)  # folders in which the shards are stored
-    storage: StorageOptions = part(StorageOptions, OUTPUT)  # options for storing activations
-    planning: PlanOptions = part(PlanOptions, PLAN)  # machine for which --plan estimates the run
-    looking: LookingOptions = part(LookingOptions, LOOK)  # actions for a stored run
+    output: OutputOptions = part(OutputOptions, OUTPUT)
+    storage: StorageOptions = part(StorageOptions, OUTPUT)
+    planning: PlanOptions = part(PlanOptions, PLAN)
+    looking: LookingOptions = part(LookingOptions, LOOK)
     list_hooks: bool = switch(
         "print the hooks of the model with all their names, widths, dtypes and bytes per token, "
         "then exit. This reads no weights, but only config.json, the special tokens in "

@@ -37,10 +37,9 @@ class AllowListUnpickler(pickle.Unpickler):
             message.
     """
 
-    # Full name in a pickle ("module.name") -> object that is used in its place.
     allowed_objects: ClassVar[Mapping[str, Any]]
-    error_type: ClassVar[type[Exception]]  # type of the exception for a name that is not listed
-    refusal_reason: ClassVar[str]  # reason why names that are not listed are refused
+    error_type: ClassVar[type[Exception]]
+    refusal_reason: ClassVar[str]
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(_CompleteInstructions(stream))

@@ -93,7 +93,7 @@ class Codes:
     data: Any  # value of each feature in `indices`
     error: Any  # squared norm of each token's reconstruction error
     norm: Any  # norm of each token's activation
-    features: int  # number of all features of the autoencoder
+    features: int
     active: np.ndarray | None = None  # number of active features of each token; None if unknown
 
     @classmethod

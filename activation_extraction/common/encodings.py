@@ -48,7 +48,7 @@ class Float8Array:
         scales: The scale of each token, float32, (tokens, 1).
     """
 
-    values: np.ndarray  # activations divided by the scale of their token, e4m3
+    values: np.ndarray
     scales: np.ndarray  # scale of each token, by which its values are multiplied
 
     @classmethod

@@ -33,9 +33,8 @@ class _FileNames(NamedTuple):
             reclaims first.
     """
 
-    limit_file: str  # name of the file with the limit in bytes
+    limit_file: str
     usage_file: str  # name of the file with the bytes in use
-    # Name of the field with the bytes of the file cache that the kernel reclaims first.
     reclaimable_field_name: str
 
 
@@ -69,7 +68,7 @@ class _MountedGroup(NamedTuple):
         file_names: Names of the files in these folders.
     """
 
-    cgroup_folder: Path  # folder of the control group
+    cgroup_folder: Path
     mount_folder: Path  # folder where the hierarchy of control groups is mounted
     file_names: _FileNames  # names of the files in the folders of control groups
 

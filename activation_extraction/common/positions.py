@@ -50,9 +50,9 @@ class Positions:
     step: int = 1  # step of the slice of positions
     # Number of positions to choose at random. None for a rule of another kind.
     num_random_positions: int | None = None
-    probability: float | None = None  # probability with which a position is kept
-    seed: int = 0  # seed of the random choice
-    last_of_turn: bool = False  # whether to keep the last position of each turn
+    probability: float | None = None
+    seed: int = 0
+    last_of_turn: bool = False
 
     def expected(self, length: int) -> float:
         """Returns the expected number of kept tokens in a sample.

@@ -54,9 +54,9 @@ class Tensor:
         offset: Offset of the tensor's first byte in the file.
     """
 
-    dtype: np.dtype  # dtype of the values
+    dtype: np.dtype
     shape: tuple[int, ...]  # shape of the tensor; (1,) for a scalar
-    offset: int  # offset of the tensor's first byte in the file
+    offset: int
 
     @property
     def row_bytes(self) -> int:
@@ -93,8 +93,8 @@ class Header:
         end_offset: Offset in the file of the byte after the header.
     """
 
-    tensors: dict[str, Tensor]  # name of a tensor -> its description
-    metadata: Mapping[str, Any]  # key -> text that the writer of the file added
+    tensors: dict[str, Tensor]
+    metadata: Mapping[str, Any]
     end_offset: int  # offset of the byte after the header
 
 

@@ -112,10 +112,9 @@ class OpenShards:
         ValueError: If the file of a shard is too small for the tokens that the commit records.
     """
 
-    url: str  # URL of the run, with its secrets
-    is_local: bool  # whether the files of the run are on this machine
+    url: str
+    is_local: bool
     shards: list[tuple[str, Commit]]  # name of the host's folder, and commit of the shard
-    # Dtype, width and encoding of every hook that is read, by the name of the hook.
     hooks: ByHook[HookValues]
 
     def __post_init__(self) -> None:

@@ -126,7 +126,7 @@ class TokenBatch:
             was called without `columns`.
     """
 
-    activations: ByHook[Any]  # values at each hook, (size, width)
+    activations: ByHook[Any]
     token_ids: Any  # id of each token
     sample_idx: Any  # number of each token's sample
     position: Any  # index of each token in its sample
@@ -244,8 +244,8 @@ class TokenPair(NamedTuple):
         second: Batch of the second run, which is the argument `b`.
     """
 
-    first: TokenBatch  # batch of the first run
-    second: TokenBatch  # batch of the second run
+    first: TokenBatch
+    second: TokenBatch
 
     def torch(self) -> "TokenPair":
         """Returns the batches of both runs as PyTorch tensors, which share the arrays' memory."""
@@ -308,7 +308,7 @@ class Block(NamedTuple):
             ascend.
     """
 
-    tokens: TokenBatch  # tokens with their activations
+    tokens: TokenBatch
     wanted_rows: np.ndarray  # indices of the wanted tokens in `tokens`
 
 
@@ -392,8 +392,8 @@ class SampleActivations(SampleFacts):
             (tokens,). None if the run has no turns.
     """
 
-    activations: ByHook[np.ndarray]  # values at each hook, (tokens, width)
-    token_ids: np.ndarray  # ids of the stored tokens, int32 (tokens,)
+    activations: ByHook[np.ndarray]
+    token_ids: np.ndarray
     position: np.ndarray  # index of each token in the sample
     role: np.ndarray | None = None  # index in ROLES of each token's role
     turn: np.ndarray | None = None  # number of each token's turn

@@ -84,15 +84,15 @@ class BatchOptions:
         ValueError: If a value is invalid for every run, such as a negative size.
     """
 
-    size: int  # number of tokens in a batch
+    size: int
     hooks: Any = None  # names or globs of the hooks to read; None for all hooks
     shuffle: int | None = None  # seed of the order; None for the stored order
     buffer: Any = None  # number of tokens in memory; None for the default of the run
-    skip_first: int = 0  # number of tokens to leave out at the start of every sample
+    skip_first: int = 0
     max_norm: Any = None  # one limit, or a dict of limits by hook; None for no limit
     dtype: Any = None  # dtype of the activations in batches; None for the dtype of the dataset
     worker: int = 0  # number of this process among `workers`, from 0
-    workers: int = 1  # number of processes that read the run
+    workers: int = 1
     where: Any = None  # mask of the samples to read, or a function that returns it
     roles: Any = None  # names of the roles to read; None for all tokens
     columns: Any = ()  # names of the columns of `samples` that batches contain
@@ -164,11 +164,11 @@ class ShardTokens(NamedTuple):
             are compared when the activations are read.
     """
 
-    shard_number: int  # index of the shard among the shards of the run, from 0
-    token_indices: np.ndarray  # index of each token in the shard, ascending, int64 (tokens,)
-    tokens: TokenBatch  # tokens, as a batch without hooks
-    sample_indices: np.ndarray  # for each token, the index of its sample in the run
-    is_wanted: np.ndarray  # whether each token passes the filters except `max_norm`
+    shard_number: int
+    token_indices: np.ndarray
+    tokens: TokenBatch
+    sample_indices: np.ndarray
+    is_wanted: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class TokenSource:
             if the tokens of all samples are wanted.
     """
 
-    shards: OpenShards  # shards of the run
-    options: BatchOptions  # options of reading, without defaults that depend on the run
+    shards: OpenShards
+    options: BatchOptions
     # Whether the tokens of each sample of the run are wanted; None if all samples are wanted.
     sample_mask: np.ndarray | None = None
 

@@ -43,9 +43,9 @@ class Chunk:
         stop: Index in the shard after the last token.
     """
 
-    shard_number: int  # index of the shard among the shards of the run, from 0
-    start: int  # index in the shard of the first token
-    stop: int  # index in the shard after the last token
+    shard_number: int
+    start: int
+    stop: int
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -86,7 +86,7 @@ class Window(NamedTuple):
     """
 
     blocks_of_runs: list[tuple[Block, ...]]  # for each run, its blocks in the window
-    token_count: int  # number of tokens in the window
+    token_count: int
     end: Position  # position after the window
 
 
@@ -103,10 +103,10 @@ class Windows:
         seed: Seed for shuffling the tokens of a window. None to keep their order.
     """
 
-    chunks: Sequence[Chunk]  # ranges of the tokens of shards to read, in order
+    chunks: Sequence[Chunk]
     read: Callable[[Chunk], tuple[Block, ...]]  # reads a chunk, and returns a block for each run
-    num_chunks_read_at_once: int  # number of chunks that are read at the same time
-    max_window_tokens: int  # number of tokens in a window; the last window may have fewer
+    num_chunks_read_at_once: int
+    max_window_tokens: int
     seed: int | None  # seed for shuffling a window's tokens; None to keep their order
 
     def beginning(self, begin_position: Position) -> Generator[Window, None, None]:

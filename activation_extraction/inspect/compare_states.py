@@ -116,7 +116,7 @@ class HookMatch(NamedTuple):
     largest_token_error: float  # largest error of a single compared token
     hook_name: str
     token_offset: int
-    num_other_expert_tokens: int  # number of tokens that are left out because of different experts
+    num_other_expert_tokens: int
 
     def within(self, limits: Limits) -> bool:
         """Returns whether the row's and the tokens' errors are small enough to come from rounding.
@@ -241,8 +241,8 @@ class Alignment(NamedTuple):
             token at this offset, bool (states,).
     """
 
-    row_number: int  # number of the row whose sample was computed
-    hook_name: str  # name of the hook at which the states were computed
+    row_number: int
+    hook_name: str
     token_offset: int
     is_matching_state: np.ndarray  # whether each stored state matches, bool (states,)
 

@@ -60,7 +60,7 @@ class TrainingSample(NamedTuple):
     """
 
     token_ids: np.ndarray  # ids of all tokens of the sample
-    loss_mask: np.ndarray  # 1 for each token whose loss counts, otherwise 0
+    loss_mask: np.ndarray
     values_by_hook: ByHook[np.ndarray]  # name of a hook -> activations (tokens, width)
 
 
@@ -189,7 +189,6 @@ class DraftFormat(ExportFormat):
     """
 
     needs_every_token = True
-    # Globs of the names of the hooks whose values the trainer reads.
     hook_globs: ClassVar[tuple[str, ...]]
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:

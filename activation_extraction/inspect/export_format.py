@@ -51,11 +51,10 @@ class ExportFormat(ABC):
     """
 
     flag_value: ClassVar[str]  # value of --export that selects the format
-    needed_package: ClassVar[str]  # name of the Python package that is needed to write the files
-    accepted_hooks_in_words: ClassVar[str]  # hooks that the format accepts, in words for messages
-    needs_every_token: ClassVar[bool] = False  # whether a run must store all tokens of its samples
+    needed_package: ClassVar[str]
+    accepted_hooks_in_words: ClassVar[str]
+    needs_every_token: ClassVar[bool] = False
     needs_text: ClassVar[bool] = False  # whether chunks contain the text up to each token
-    # Names of the columns of the table of samples that the chunks contain.
     sample_column_names: ClassVar[tuple[str, ...]] = ()
     tokens_per_row: ClassVar[int] = 1  # number of tokens in a row of the exported files
     rows_end_with_samples: ClassVar[bool] = False  # whether samples never share a row

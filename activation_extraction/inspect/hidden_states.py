@@ -65,7 +65,7 @@ class StoredRow:
             multiplied, float32 (states, 1). None if the states are not float8.
     """
 
-    token_ids: np.ndarray  # token ids of the sample, int64 (tokens,)
+    token_ids: np.ndarray
     states_by_layer: Sequence[np.ndarray]  # hidden states of each layer, (states, width)
     scale_of_token: np.ndarray | None = None  # None if the states are not float8
 
@@ -129,7 +129,7 @@ class StatesFolder(ABC):
             order.
     """
 
-    program_name: str  # name of the program that trains on the folder
+    program_name: str
     first_block_number: int  # number that the program gives to the output of the first block
 
     def __init__(self, path: Path, path_by_row_number: dict[int, Path]) -> None:

@@ -59,15 +59,13 @@ class TokenSample:
         shard_count: The number of shards that were read.
     """
 
-    documents: Sequence[StoredSample]  # documents of the tokens
-    document_indices: np.ndarray  # index in `documents` of each token's document
-    token_ids: np.ndarray  # token ids, int32 (tokens,)
-    positions: np.ndarray  # position of each token in its document
-    # Euclidean norms of the tokens' activations, float64 (tokens,), by the name of the hook.
+    documents: Sequence[StoredSample]
+    document_indices: np.ndarray
+    token_ids: np.ndarray
+    positions: np.ndarray
     norms_by_hook: Mapping[str, np.ndarray]
-    # Sums from which the statistics of these tokens are computed, by the name of the hook.
     sums_by_hook: Mapping[str, Sums]
-    shard_count: int  # number of shards that were read
+    shard_count: int
 
     @cached_property
     def position_ranges(self) -> dict[int, np.ndarray]:

@@ -66,17 +66,16 @@ class HostState:
             without these limits.
     """
 
-    name: str  # name of the host's folder
-    machine: int  # number of the machine
-    host: int  # number of the host on its machine
+    name: str
+    machine: int
+    host: int
     state: str  # state of the host, such as "running"
-    shards: int = 0  # number of stored shards
-    samples: int = 0  # number of stored samples
-    tokens: int = 0  # number of stored tokens
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
     bytes: int = 0  # size of the stored files of activations
     last_commit: float | None = None  # Unix time of the last commit
     last_sign: float | None = None  # Unix time of the last write to the folder's log
-    # Speed over the last RECENT_SHARDS shards, without pauses between processes.
     tokens_per_second: float | None = None
     utilisation: float | None = None  # computed FLOP/s, as a fraction of the devices' peak
     waited: dict[str, float] = field(default_factory=dict)  # phase of storing -> seconds waited

@@ -74,9 +74,9 @@ class RowCheck:
             states at every hook: (name of a hook, token offset) -> match.
     """
 
-    row_number: int  # number of the row
-    row: StoredRow  # content of the row's file
-    limits: Limits  # largest differences that rounding explains
+    row_number: int
+    row: StoredRow
+    limits: Limits
     matches_of_layers: list[MatchByHookAndOffset] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:

@@ -33,8 +33,8 @@ class Segments(NamedTuple):
         k: The segment number of every key, (B, S) int32.
     """
 
-    q: Array  # segment number of every query, (B, T) int32
-    k: Array  # segment number of every key, (B, S) int32
+    q: Array
+    k: Array
 
 
 # A function that computes attention. It maps (q, k, v, segments, first_query, window=None) to the

@@ -109,21 +109,21 @@ class Autoencoder:
     name: str  # the autoencoder as the user gave it to --encode
     hook: str  # name of the hook that is read
     target_hook: str  # name of the hook that is reconstructed
-    hook_name_in_files: str | None  # name of the hook that is read, according to the files
+    hook_name_in_files: str | None
     W_enc: np.ndarray  # (F, D) for F features and D values of the hook that is read
     b_enc: np.ndarray  # (F,), one value for each feature
     W_dec: np.ndarray  # (F, O) for F features and O values of the hook that is reconstructed
     b_dec: np.ndarray  # (O,), one for each value of the hook that is reconstructed
-    files: tuple[Path, ...]  # the local paths of the files that were read
-    repository: Repository  # repository of the files
-    dtype: np.dtype  # dtype of matrix products
+    files: tuple[Path, ...]
+    repository: Repository
+    dtype: np.dtype
     k: int | None = None  # largest number of active features of a token; None for no limit
-    uses_relu: bool = True  # whether only features with a positive `pre` are active
-    threshold: np.ndarray | None = None  # threshold of each feature, (F,)
+    uses_relu: bool = True
+    threshold: np.ndarray | None = None
     score_factor: np.ndarray | None = None  # factor of each feature's `pre` in `score`, (F,)
     # (O, D) for O values of the hook that is reconstructed and D values of the hook that is read.
     W_skip: np.ndarray | None = None
-    subtracts_b_dec: bool = False  # whether b_dec is subtracted from the input
+    subtracts_b_dec: bool = False
     # Normalisation of the input: "none", "constant_norm_rescale" or "layer_norm".
     normalisation: str = "none"
 
@@ -159,8 +159,8 @@ class AutoencoderFiles:
         paths_read: The local paths of the files that were read so far.
     """
 
-    name: str  # the autoencoder as the user gave it to --encode
-    repository: Repository  # repository that contains the files
+    name: str
+    repository: Repository
     folder_in_repository: str  # with a slash at the end; "" for the top folder
     layer_digits: str  # the number of the layer as text; "" if it is unknown
     paths_read: list[Path] = field(default_factory=list)  # local paths of the files read so far
@@ -658,7 +658,7 @@ class Format(NamedTuple):
 
     # Function that converts an autoencoder of this format to the fields of an `Autoencoder`.
     convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
-    config_file: str | None  # name of the configuration file; None if the format has none
+    config_file: str | None
     weights_file: str  # name of the file with the tensors; {} stands for the number of the layer
 
 

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
             for a single layer.
     """
 
-    kinds: tuple[HookKind, ...]  # kinds, in the order in which a layer computes them
+    kinds: tuple[HookKind, ...]
     slots_by_kind: tuple[Any, ...]  # for each kind, the indices of its hooks in a buffer
 
     def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
@@ -73,10 +73,9 @@ class Capture:
     """
 
     hooks: tuple[Hook, ...]  # the hooks whose values are captured
-    # Letter of an axis -> its size, for all letters of `HookKind.letters`.
     size_of_axis_letter: Mapping[str, int]
-    dtype: Any  # the dtype of activations
-    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
+    dtype: Any
+    layout: Layout
 
     def vector_type(self, kind: HookKind) -> VectorType:
         """Returns the width and the dtype of the values at a kind of hook."""

@@ -38,7 +38,7 @@ class Adapter(Protocol):
         repository: The repository of the adapter, which may contain a tokenizer.
     """
 
-    repository: Repository  # repository of the adapter, which may contain a tokenizer
+    repository: Repository
 
     def merge(
         self, tensor: str, index: Index, read_base: Callable[[Index], np.ndarray]

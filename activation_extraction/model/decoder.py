@@ -59,8 +59,8 @@ class Decoder:
             None in a model without windows.
     """
 
-    config: ModelConfig  # configuration of the model
-    module_by_type: Mapping[str, Any]  # type of layer -> its module
+    config: ModelConfig
+    module_by_type: Mapping[str, Any]
 
     @property
     def has_several_types(self) -> bool:

@@ -76,10 +76,10 @@ class GatedDeltaNet(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig  # configuration of the model
-    dtype: Any  # dtype of weights and of the operands of matrix products
-    compute_delta_rule: DeltaRule  # function that computes the gated delta rule
-    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
+    config: ModelConfig
+    dtype: Any
+    compute_delta_rule: DeltaRule
+    layout: Layout
 
     def setup(self) -> None:
         make_linear = partial(Linear, self.config, dtype=self.dtype)
@@ -354,7 +354,7 @@ class _Chunks(NamedTuple):
     # Vectors that the tokens would add to the state if it were zero before the chunk.
     added_vectors_from_zero_state: Array
     rows_to_multiply_by_state: Array  # rows that are multiplied with the state before the chunk
-    output_factors: Array  # factor of token J's vector in the output of token I
+    output_factors: Array
     decayed_keys: Array  # keys, multiplied by the decay until the end of the chunk
     state_decay: Array  # fraction of the state that is left after each chunk
 

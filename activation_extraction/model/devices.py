@@ -33,11 +33,11 @@ class Chip(NamedTuple):
             from another host with GPUs.
     """
 
-    flops_per_second: float  # dense bfloat16 operations per second
+    flops_per_second: float
     memory_bytes: float  # size of the device's memory
-    memory_bytes_per_second: float  # bytes per second from and to the device's memory
-    link_bytes_per_second: float  # bytes per second that a device receives over one fast link
-    link_count: int  # number of fast links over which the device receives
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    link_count: int
     # Bytes per second that a device receives from another TPU slice, or another host with GPUs.
     network_bytes_per_second: float
 

@@ -63,10 +63,10 @@ class Encoder:
         max_codes: The largest number of features that are kept for each token.
     """
 
-    autoencoder: Autoencoder  # autoencoder with its weights on the host
-    source_hook: Hook  # hook whose values are encoded
-    target_hook: Hook  # hook whose values are reconstructed
-    max_codes: int  # largest number of features that are kept for each token
+    autoencoder: Autoencoder
+    source_hook: Hook
+    target_hook: Hook
+    max_codes: int
 
     @property
     def hook(self) -> Hook:

@@ -75,15 +75,15 @@ class Table(NamedTuple):
         fetch_count_by_group: The number of rows that are fetched for each group, (groups,) int32.
     """
 
-    used_tile_count: Array  # number of tiles that have rows
+    used_tile_count: Array
     expert_by_tile: Array  # number of the expert of each tile
-    row_count_by_tile: Array  # number of rows of each tile, without padding
+    row_count_by_tile: Array
     token_by_row: Array  # index of the token of each row of a tile
-    weight_by_row: Array  # routing weight of each row of a tile
+    weight_by_row: Array
     # For each row of a group, its number among the rows of all tiles, and its place in the group's
     # buffer.
     row_numbers_and_places_by_group: Array
-    fetch_count_by_group: Array  # number of rows that are fetched for each group
+    fetch_count_by_group: Array
 
 
 def pallas_experts(

@@ -128,11 +128,10 @@ class Experts(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: Any  # configuration of the model
-    dtype: Any  # dtype of the weights
-    # Function that computes the weighted sum of the results of each token's experts.
+    config: Any
+    dtype: Any
     compute_expert_sum: ExpertSum
-    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
+    layout: Layout
 
     def setup(self) -> None:
         self.gate_proj = StackedWeight(self.config, "EDM", self.dtype)

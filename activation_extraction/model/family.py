@@ -55,10 +55,10 @@ class Family(NamedTuple):
             their language model.
     """
 
-    released_models: str  # names of the released models, for messages
+    released_models: str
     # Function that maps (configuration, path of config.json) to the ModelConfig.
     read_config: Callable[[Any, str], ModelConfig]
-    is_multimodal: bool = False  # whether the models also take images, video or audio
+    is_multimodal: bool = False
 
 
 # model_type -> family.

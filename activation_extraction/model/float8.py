@@ -55,7 +55,6 @@ class Float8Format(NamedTuple):
     """
 
     block_size: tuple[int, int] = (128, 128)  # rows and columns of a block
-    # Dtypes that scales may have, by their names in safetensors.
     scale_dtype_names: tuple[str, ...] = SCALE_DTYPE_NAMES
 
 
@@ -228,10 +227,10 @@ class Scales:
             a scale.
     """
 
-    tensor_name: str  # name of the tensor in the language model
-    tensor_shape: Shape  # shape of the tensor
-    scales_file: WeightFile  # file that contains the scales
-    scales_tensor_name: str  # name of the tensor of scales in this file
+    tensor_name: str
+    tensor_shape: Shape
+    scales_file: WeightFile
+    scales_tensor_name: str
     values_per_scale: Shape  # number of values that share a scale, for each axis
 
     @classmethod

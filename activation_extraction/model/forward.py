@@ -67,13 +67,12 @@ class Program:
         encoders: Autoencoders whose codes the step computes.
     """
 
-    model: HookedModel  # hooked model on its mesh
-    # Shape, logical axes and checkpoint tensors of each parameter of the model.
+    model: HookedModel
     weights: WeightTable
     rows: HostRows  # shardings of rows and activations
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
     hooks: dict[Key, Hook]  # the stored hooks by key
-    encoders: tuple[Encoder, ...]  # autoencoders whose codes the step computes
+    encoders: tuple[Encoder, ...]
 
     @property
     def layout(self) -> Layout:
@@ -181,7 +180,7 @@ class Forward(Program):
         kernels: Name of a field of `Kernels` -> kernel that was chosen for the field.
     """
 
-    checkpoint: Checkpoint  # checkpoint with the weights, and its adapter
+    checkpoint: Checkpoint
     kernels: dict[str, Choice]  # field of `Kernels` -> kernel that was chosen for it
 
     @property

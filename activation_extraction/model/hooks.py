@@ -66,7 +66,7 @@ class VectorType(NamedTuple):
     """
 
     width: int  # number of values of a token
-    dtype: str  # name of a NumPy dtype, or "float8"
+    dtype: str
 
     @property
     def bytes(self) -> int:
@@ -103,13 +103,11 @@ class HookKind:
     """
 
     name: str  # canonical name, in which {} stands for the layer
-    letters: str  # one letter for each axis of the values of a token, such as "NH"
-    # Dotted path of the array to capture among the intermediates of a layer, such as "attn.q": the
-    # names of the modules that contain the array, then its own name.
+    letters: str
     intermediate_path: str
-    modules: tuple[str, ...] = ()  # names of the same values in Hugging Face
-    aliases: tuple[str, ...] = ()  # other names in TransformerLens
-    is_after_layers: bool = False  # whether the kind comes after the last layer
+    modules: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    is_after_layers: bool = False
     # A layer has the hook if its type contains one of these words. () if every layer has it.
     type_words: tuple[str, ...] = ()
     dtype: str | None = None  # None for activations, whose dtype the user chooses
@@ -189,9 +187,9 @@ class Hook(NamedTuple):
         kind: The kind of the hook.
     """
 
-    layer: int  # number of the layer
-    kind_index_in_table: int  # index of the kind in the hook table
-    kind: HookKind  # kind of the hook
+    layer: int
+    kind_index_in_table: int
+    kind: HookKind
 
     @property
     def name(self) -> str:
@@ -270,7 +268,7 @@ class HookTable:
         vocabulary_size: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 
-    kinds: tuple[HookKind, ...]  # kinds of hooks, in the order in which they are computed
+    kinds: tuple[HookKind, ...]
     layer_types: tuple[str, ...] = ()  # type of each layer; () for a family of models
     vocabulary_size: int = 0  # number of tokens in the vocabulary; 0 if it is unknown
 

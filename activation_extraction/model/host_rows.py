@@ -41,7 +41,7 @@ class HostRows:
             that a program can use both meshes.
     """
 
-    mesh: Mesh  # mesh with the axes "host" and "device"
+    mesh: Mesh
 
     @property
     def hosts(self) -> int:

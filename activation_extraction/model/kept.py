@@ -63,7 +63,7 @@ class KeptTokens(NamedTuple):
             this type: (hooks, kept tokens of the batch, width).
     """
 
-    blocks: list[KeptBlock]  # blocks that together contain all kept tokens
+    blocks: list[KeptBlock]
     # Vector type (a width and a dtype) -> shape of the activations at the hooks of this type:
     # (hooks, kept tokens of the batch, width).
     shape_of_type: dict[VectorType, tuple[int, int, int]]
@@ -159,8 +159,8 @@ class _BlockPlan(NamedTuple):
             kept tokens of this host's rows.
     """
 
-    device_token_indices: np.ndarray  # indices of the tokens that each device gathers, (devices, N)
-    indices_in_block: np.ndarray  # indices of the kept tokens in the gathered block
+    device_token_indices: np.ndarray
+    indices_in_block: np.ndarray
     indices_among_kept: np.ndarray  # indices of the block's tokens in all kept tokens
 
 

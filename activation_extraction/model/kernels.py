@@ -52,9 +52,9 @@ class Kernels(NamedTuple):
             delta_net.py.
     """
 
-    attention: Attention = blocked_attention  # function that computes attention
-    experts: ExpertSum = tiled_experts  # function that computes weighted sums of experts
-    delta_rule: DeltaRule = gated_delta_rule  # function that computes the gated delta rule
+    attention: Attention = blocked_attention
+    experts: ExpertSum = tiled_experts
+    delta_rule: DeltaRule = gated_delta_rule
 
 
 def splash_attention(

@@ -37,9 +37,9 @@ class RMSNorm(nn.Module):
             `LOGICAL_AXES` in parameters.py).
     """
 
-    config: ModelConfig  # configuration of the model
-    dtype: Any = jnp.float32  # dtype of the weights and of the result
-    axis_letter: str = "D"  # letter of the last axis
+    config: ModelConfig
+    dtype: Any = jnp.float32
+    axis_letter: str = "D"
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Intermediates]:
@@ -78,11 +78,11 @@ class Linear(nn.Module):
             the devices are added up.
     """
 
-    config: ModelConfig  # configuration of the model, which gives the size of each letter's axis
-    axis_letters: str  # letters of the input axes, `->`, and the letters of the output axes
-    use_bias: bool = False  # whether there is a bias
-    dtype: Any = jnp.float32  # dtype of the weight and of the bias
-    has_split_inputs: bool = False  # whether the input axes are split over devices
+    config: ModelConfig
+    axis_letters: str
+    use_bias: bool = False
+    dtype: Any = jnp.float32
+    has_split_inputs: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:

@@ -81,17 +81,17 @@ class Change(NamedTuple):
         is_transposed: Whether the tensor of the base model has the shape (in, out).
     """
 
-    a_key: str  # key of A (r, in) in the adapter
-    b_key: str  # key of B (out, r) in the adapter
+    a_key: str
+    b_key: str
     scale: float  # factor of the product B @ A, by which the tensor changes
     # Whether the adapter stores the transpose of B under `a_key`, and of A under `b_key`.
     has_exchanged_factors: bool = False
     expert_number: int = 0  # number of the changed expert, if A and B contain several
-    expert_count: int = 1  # number of experts in A and B; 1 for matrices without experts
+    expert_count: int = 1
     # Index of the row of B for row 0 of the tensor. It is not 0 if B belongs to several tensors of
     # the base model together, and this tensor is not the first of them.
     first_row_of_b: int = 0
-    is_transposed: bool = False  # whether the tensor of the base model has the shape (in, out)
+    is_transposed: bool = False
 
 
 class LoraAdapter:

@@ -64,7 +64,7 @@ class Layout:
             the mesh.
     """
 
-    mesh: Mesh | AbstractMesh | None = None  # mesh of JAX
+    mesh: Mesh | AbstractMesh | None = None
     # Reason for the choice of this mesh, for the log; "" if the flags determine the mesh.
     reason_for_mesh: str = field(default="", compare=False)
 

@@ -52,7 +52,7 @@ class MeshChoice(NamedTuple):
     """
 
     shape: dict[str, int]  # name of a mesh axis -> its size
-    reason_for_mesh: str = ""  # reason for the choice in one line
+    reason_for_mesh: str = ""
 
 
 def choose_mesh(

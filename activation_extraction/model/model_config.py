@@ -73,7 +73,7 @@ class ExpertsConfig:
     # The names of the following fields are also keys in metadata.json, so they must not change.
     width: int  # intermediate size of an expert
     shared_width: int  # intermediate size of the shared expert; 0 without one
-    renormalise: bool  # whether the weights of a token's experts are scaled to a sum of 1
+    renormalise: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +92,12 @@ class DeltaNet:
     """
 
     # The names of these fields are also keys in metadata.json, so they must not change.
-    layers: tuple[int, ...]  # numbers of the layers with a delta net
-    key_heads: int  # number of key heads
+    layers: tuple[int, ...]
+    key_heads: int
     values_per_key: int  # number of value heads for each key head
     key_size: int  # number of dimensions of a key head
     value_size: int  # number of dimensions of a value head
-    taps: int  # number of tokens over which the convolution sums
+    taps: int
     # Whether the rows of the checkpoint's input projections are ordered by key head.
     interleaved: bool = False
 
@@ -137,30 +137,29 @@ class ModelConfig:
             checkpoint has no float8 weights.
     """
 
-    model_type: str  # name of the model's family in config.json, such as "qwen2"
-    vocab_size: int  # number of tokens in the vocabulary
-    hidden_size: int  # width of the residual stream
+    model_type: str
+    vocab_size: int
+    hidden_size: int
     intermediate_size: int  # width of an MLP; 0 in a family without MLPs
-    num_hidden_layers: int  # number of layers
+    num_hidden_layers: int
     num_attention_heads: int  # number of query heads of a layer
     num_key_value_heads: int  # number of key/value heads of a layer
-    head_dim: int  # size of a head of attention
-    rope: Rope  # rotary embedding
-    rms_norm_eps: float  # number that norms add to the mean square of a vector
-    max_position_embeddings: int  # number of positions that config.json states
-    tie_word_embeddings: bool  # whether the head of the model is its embedding
+    head_dim: int
+    rope: Rope
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
     # The number of tokens that a token sees in layers with a sliding window; None without windows.
     sliding_window: int | None
-    sliding_layers: tuple[int, ...]  # numbers of the layers whose attention has a window
+    sliding_layers: tuple[int, ...]
     qkv_bias: bool  # whether q_proj, k_proj and v_proj have biases
     o_bias: bool  # whether o_proj has a bias
     qk_norm: bool  # whether queries and keys are normalised
-    q_gate: bool = False  # whether q_proj also computes a gate
+    q_gate: bool = False
     norm_offset: float = 0.0  # number that is added to the weights of norms
-    experts: ExpertsConfig | None = None  # sizes of the experts in `sparse_layers`
-    # Numbers of the layers that have experts in place of an MLP.
+    experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()
-    delta: DeltaNet | None = None  # sizes of the delta net in layers without attention
+    delta: DeltaNet | None = None
     chunk: int | None = None  # longest row length without dual-chunk attention
     weights: str | None = None  # description of float8 weights; also a key in metadata.json
 

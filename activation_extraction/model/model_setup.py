@@ -68,15 +68,14 @@ class StepRequest:
         autoencoders: Autoencoders that --encode names, in the order of the flag.
     """
 
-    model: ModelOptions  # flags that name the model
-    hooks: HookOptions  # flags that name the hooks
-    computing: ComputingOptions  # flags about the mesh
+    model: ModelOptions
+    hooks: HookOptions
+    computing: ComputingOptions
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
-    has_several_hosts: bool = False  # whether the run has several hosts
+    has_several_hosts: bool = False
     # Bytes of memory of a device; None for the memory of this host's first device.
     device_memory_bytes: float | None = None
     planned_devices: Sequence[Any] | None = None  # devices of --plan; None for this machine's
-    # Autoencoders that --encode names, in the order of the flag.
     autoencoders: tuple[Autoencoder, ...] = ()
 
 

@@ -114,9 +114,9 @@ class Weight(nn.Module):
         dtype: The dtype of the weight.
     """
 
-    config: ModelConfig  # configuration of the model, which gives the size of each letter's axis
-    axis_letters: str  # letters of the weight's axes
-    dtype: Any  # dtype of the weight
+    config: ModelConfig
+    axis_letters: str
+    dtype: Any
 
     @nn.compact
     def __call__(self) -> Array:
@@ -137,9 +137,9 @@ class StackedWeight(nn.Module):
         dtype: The dtype of the weight.
     """
 
-    config: ModelConfig  # configuration of the model, which gives the size of each letter's axis
-    axis_letters: str  # letters of the axes of one layer's weight
-    dtype: Any  # dtype of the weight
+    config: ModelConfig
+    axis_letters: str
+    dtype: Any
 
     @nn.compact
     def __call__(self) -> tuple[Array, Array]:

@@ -36,8 +36,8 @@ class RepositoryKind(NamedTuple):
             "adapter with PEFT".
     """
 
-    flag: str  # the flag whose value is such a repository
-    config_file: str  # name of the configuration file
+    flag: str
+    config_file: str
     weights_file: str  # name of the only file with weights; "" if this name varies
     description: str  # kind and library for messages, such as "adapter with PEFT"
 

@@ -49,16 +49,16 @@ class Rope:
     """
 
     # The names of these fields are also keys in metadata.json.
-    theta: float  # base of the wavelengths
-    rope_type: str = "default"  # type of the scaling, one of TYPES
+    theta: float
+    rope_type: str = "default"
     factor: float = 1.0  # length of the scaled context divided by the length of the trained one
-    attention_factor: float = 1.0  # factor for rotated queries and keys with YaRN
+    attention_factor: float = 1.0
     # Range of blended frequencies: indices of frequencies with YaRN, numbers of turns with Llama
     # 3.1. None for other types.
     blended: tuple[float, float] | None = None
     # Number of tokens in the context before scaling. 0 for types of scaling that do not need it.
     trained: float = 0.0
-    share: float = 1.0  # share of a head's dimensions that are rotated
+    share: float = 1.0
     attn_factor: Any = None
 
     @classmethod

@@ -59,10 +59,10 @@ class StepCost(NamedTuple):
             `expert` in seconds.
     """
 
-    layout: Layout  # layout of the mesh
-    memory_bytes: float  # bytes of memory that a device needs
-    product_seconds: float  # duration of the matrix products
-    hbm_seconds: float  # duration of reading and writing the device's memory
+    layout: Layout
+    memory_bytes: float
+    product_seconds: float
+    hbm_seconds: float
     gather_seconds: float  # duration of gathering weights along the mesh axis fsdp
     exchange_seconds: float  # duration of exchanging activations between devices
 
@@ -87,11 +87,11 @@ class CostModel:
         encoders: Encoders of the autoencoders whose codes the step computes.
     """
 
-    model: HookedModel  # model with its hooks
-    weights: WeightTable  # path of each parameter of the model -> its shape, axes and tensors
+    model: HookedModel
+    weights: WeightTable
     num_rows: int  # rows in a step, of all hosts together
-    row_length: int  # number of tokens per row
-    encoders: Sequence[Encoder] = ()  # encoders of the autoencoders whose codes the step computes
+    row_length: int
+    encoders: Sequence[Encoder] = ()
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> StepCost:
         """Estimates the cost of the step.

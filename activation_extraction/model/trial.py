@@ -61,9 +61,8 @@ class Trial(NamedTuple):
             last axis. Vectors of padding are not compared.
     """
 
-    exact_function: Callable[..., Any]  # slow function that defines the result
+    exact_function: Callable[..., Any]
     arguments: tuple[Any, ...]  # arguments of `exact_function` and of the kernel to be tried
-    # Mask of the vectors to compare, bool, in the shape of the result without its last axis.
     compared_mask: Array
 
 
@@ -79,7 +78,6 @@ class Choice:
 
     kernel_name: str  # name of the chosen kernel
     kernel: Callable[..., Array]  # chosen kernel, as a function
-    # Name of a preferred candidate -> reason why it is not used.
     rejection_reason_by_kernel: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -46,10 +46,9 @@ class WeightFile(ABC):
             time.
     """
 
-    name: str  # name of the file, without folders
-    location: str  # path or URL of the file
-    byte_count: int  # size of the file in bytes
-    # Approximate number of values that a caller of `read` should read at a time.
+    name: str
+    location: str
+    byte_count: int
     values_at_once: int
 
     @cached_property

@@ -53,10 +53,10 @@ class TensorSlice(NamedTuple):
             parameter has an axis of heads directly after its stacked axes.
     """
 
-    axis: int  # axis of the tensor along which the parameters are concatenated
-    start: int  # index on the axis `axis` at which the slice begins
+    axis: int
+    start: int
     axis_size: int  # size of the tensor along `axis`
-    is_per_head: bool = False  # whether `axis` contains one head after the other
+    is_per_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,10 @@ class WeightSpec:
             axis, like the parameter. If not, their last two axes are swapped when they are read.
     """
 
-    shape: tuple[int, ...]  # shape of the parameter
-    logical_axes: tuple[str, ...]  # logical axis of each dimension of the parameter
+    shape: tuple[int, ...]
+    logical_axes: tuple[str, ...]
     hf_names: tuple[str, ...]  # names of the checkpoint's tensors that are stacked
-    # Number of leading axes ("layers", "experts") along which the parameter is a stack of tensors.
     num_stacked_axes: int = 0
-    # Slice of each tensor that belongs to the parameter; None for whole tensors.
     tensor_slice: TensorSlice | None = None
     has_input_axis_first: bool = False  # whether experts' tensors have the input axis first
 

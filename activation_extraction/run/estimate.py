@@ -65,8 +65,8 @@ class TokenCounts:
         num_stored_tokens: The number of tokens whose activations are stored.
     """
 
-    num_computed_tokens: float  # number of tokens that the model computes
-    num_stored_tokens: float  # number of tokens whose activations are stored
+    num_computed_tokens: float
+    num_stored_tokens: float
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class PlannedRun:
             of data is unknown.
     """
 
-    model_config: Mapping[str, Any]  # content of the model's config.json
+    model_config: Mapping[str, Any]
     topology: Topology  # planned machine
-    request: StepRequest  # request for a step: model, hooks, mesh and shape
-    token_counts: TokenCounts | None  # numbers of tokens that the machine computes and stores
+    request: StepRequest
+    token_counts: TokenCounts | None
 
 
 def print_estimate(config: Config) -> int:

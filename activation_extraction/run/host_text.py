@@ -69,12 +69,11 @@ class Text:
         adapter: The files of the LoRA adapter. None without an adapter.
     """
 
-    options: TextOptions  # flags about text
-    model: Repository  # files of the model
-    vocabulary_size: int  # number of token ids that the model has
-    # Content of each metadata.json that this run has stored already, locally and in the bucket.
+    options: TextOptions
+    model: Repository
+    vocabulary_size: int
     earlier_metadata: Sequence[Mapping[str, Any]] = ()
-    source_names: Sequence[str] = ()  # names of the sources of a mixture
+    source_names: Sequence[str] = ()
     adapter: Repository | None = None  # files of the LoRA adapter; None without an adapter
 
     @cached_property

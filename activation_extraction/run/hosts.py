@@ -58,7 +58,7 @@ class Host:
         num_hosts: The number of hosts.
     """
 
-    id: int = 0  # number of the host
+    id: int = 0
     num_hosts: int = 1
 
     @property

@@ -57,11 +57,11 @@ class Input(Generic[ModelOrText]):
     """
 
     name_in_messages: str  # name of the input in messages, such as "model"
-    identity_field: str  # name of the field of Identity that identifies the content of the input
+    identity_field: str
     # Function that takes the model or the text and returns the value of `identity_field`.
     read_field_value: Callable[[ModelOrText], str]
-    flag_names: tuple[str, ...]  # names of the flags that determine the input
-    path_flags: tuple[str, ...]  # names of the flags that contain the path of the input
+    flag_names: tuple[str, ...]
+    path_flags: tuple[str, ...]
 
 
 def _adapter_digest(forward: Forward) -> str:

@@ -33,9 +33,9 @@ class Source(NamedTuple):
             source is proportional to its weight.
     """
 
-    row_stream: Rows  # stream of the rows of the data set
-    name_in_mixture: str | None = None  # name of the source in a mixture
-    weight_in_mixture: float = 1.0  # weight of the source in a mixture
+    row_stream: Rows
+    name_in_mixture: str | None = None
+    weight_in_mixture: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Dataset:
         files: The files of all sources.
     """
 
-    sources: tuple[Source, ...]  # open data sets, one or, in a mixture, several
+    sources: tuple[Source, ...]
     description: str  # "files", the name of a hub data set, or the sources of a mixture
     revisions: str  # the revision of a hub data set, or names and revisions of several
-    files: DataFiles = field(default_factory=DataFiles)  # files of all sources
+    files: DataFiles = field(default_factory=DataFiles)
 
 
 def open_dataset(

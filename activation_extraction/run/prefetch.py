@@ -29,8 +29,8 @@ class _End(Generic[R]):
         error: The exception that the generator has raised. None if it has returned.
     """
 
-    result: R | None = None  # value that the generator has returned
-    error: BaseException | None = None  # exception that the generator has raised
+    result: R | None = None
+    error: BaseException | None = None
 
 
 class Prefetch(Generic[T, R]):

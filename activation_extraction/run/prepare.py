@@ -71,12 +71,12 @@ class Run:
     """
 
     config: Config  # configuration of the run, as its user asks for it
-    host: Host  # this host among the hosts of the run
+    host: Host
     watchdog: Watchdog  # guard that ends the process if nothing happens for too long
-    folders: RunFolders  # local folder and the folder in a bucket to which this host writes
-    forward: Forward  # model on its mesh, whose checkpoint is checked but not read yet
+    folders: RunFolders
+    forward: Forward
     text: Text  # samples of the data set, and the tokenizer
-    storage: ActivationStorage  # storage of this host, to which nothing has been written yet
+    storage: ActivationStorage
     # Batches of the samples that are not stored yet; the result is the mark at the end of the data.
     batches: Prefetch[Batch, Mark | None]
 

@@ -36,7 +36,7 @@ class ChosenTokenizer(NamedTuple):
     """
 
     repository: Repository  # files of the model or the adapter that contain the tokenizer
-    pretrained_tokenizer: Any  # tokenizer object of transformers
+    pretrained_tokenizer: Any
 
     @property
     def backend(self) -> Tokenizer:
@@ -53,7 +53,7 @@ class ChosenTemplates(NamedTuple):
             Empty if there is no template.
     """
 
-    repository: Repository  # files of the model or the adapter, from which the templates are read
+    repository: Repository
     source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
 
 

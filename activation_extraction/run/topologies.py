@@ -35,10 +35,10 @@ class ChipKind(NamedTuple):
         devices_per_chip: The number of JAX devices per chip.
     """
 
-    chip_name: str  # key of the chip in `model.devices.CHIPS`
+    chip_name: str
     machine_shapes: str  # shapes of machines with this chip, such as "2x2 4x4"; "" for GPUs
     number_in_name_per_chip: int  # number in a machine's name per chip; 2 for v4
-    devices_per_chip: int  # number of JAX devices per chip
+    devices_per_chip: int
 
 
 # Kinds of chips that can be rented, by the first part of a machine's name. The numbers are from the
@@ -69,8 +69,8 @@ class Device:
     """
 
     id: int  # the number of the device in its machine
-    platform: str  # "tpu" or "gpu"
-    device_kind: str  # key of the chip in `model.devices.CHIPS`
+    platform: str
+    device_kind: str
     process_index: int  # the number of the host of the device
 
     def memory_stats(self) -> dict[str, float]:
@@ -98,9 +98,9 @@ class Topology:
     """
 
     name: str  # name of the machine, such as v5e:8x8 or h100-8
-    chip_kind: ChipKind  # kind of the machine's chips
+    chip_kind: ChipKind
     num_hosts: int  # number of hosts of the machine
-    num_chips: int  # number of chips on all hosts together
+    num_chips: int
 
     @property
     def is_tpu(self) -> bool:

@@ -44,10 +44,10 @@ class BucketKind(NamedTuple):
         address_help: Settings that determine the region and the address, as text for messages.
     """
 
-    client_class: Callable[..., Any]  # class of obstore whose objects are connected to a bucket
+    client_class: Callable[..., Any]
     # Function that maps the name of a bucket to the arguments of `client_class` by name.
     make_client_arguments: Callable[[str], dict[str, Any]]
-    max_request_bytes: int  # largest number of bytes that one request may write
+    max_request_bytes: int
     permission_help: str  # text about the permissions that a run needs
     credential_help: str  # text about the ways to provide credentials
     address_help: str  # text about the settings of the region and the address

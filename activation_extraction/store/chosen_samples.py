@@ -35,11 +35,11 @@ class StoredTokens:
             beginning of the data.
     """
 
-    worker: Worker  # host that stored the sample
+    worker: Worker
     sample_idx: int  # number of the sample in the run
     token_ids: np.ndarray  # ids of the stored tokens
     positions: np.ndarray  # positions of the stored tokens in the sample
-    mark_before: Mark | None  # mark before the sample, from which the host's data can be read
+    mark_before: Mark | None
 
 
 class Reread(Protocol):
@@ -72,7 +72,6 @@ class RunText:
             ids that the run did not store. None if the run stores all tokens.
     """
 
-    # Function that takes token ids, int32 (tokens,), and returns their text without special tokens.
     decode_token_ids: Callable[[np.ndarray], str]
     # Function that reads samples from the data set again. None if the run stores all tokens.
     reread_samples: Reread | None
@@ -90,8 +89,8 @@ class ChosenSample:
             in which users get them: an array (tokens, width) or `Codes`.
     """
 
-    location_in_words: str  # path of the shard's file and number of the sample, for messages
-    tokens: StoredTokens  # stored tokens of the sample
+    location_in_words: str
+    tokens: StoredTokens
     hooks: Sequence[HookValues]  # descriptions of the hooks of the run
     values_of_hooks: list[Values]  # stored values of the sample at each of `hooks`
 
@@ -107,7 +106,7 @@ class Recompute(NamedTuple):
             recomputed, the item is the reason instead.
     """
 
-    jax_platform: str  # JAX's name of the platform that computes the values, such as "tpu"
+    jax_platform: str
     # Maps samples to the recomputed values of each sample by hook, or to the reason why a sample
     # cannot be recomputed.
     compute_values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
@@ -129,11 +128,9 @@ class RecomputeStates(NamedTuple):
             and `ln_final.hook_out`, in this order.
     """
 
-    num_layers: int  # number of layers of the model
-    dtype: str  # name of the dtype of the computation
-    has_experts: bool  # whether the model chooses experts for each token
-    # Full names of the hooks that the flags name, in the order of the flags. None if no flag names
-    # hooks.
+    num_layers: int
+    dtype: str
+    has_experts: bool
     requested_hooks: Sequence[str] | None
     # Maps the token ids of samples to tuples: index of a sample, and hidden states by hook name.
     compute_states: Callable[[Sequence[np.ndarray]], Iterator[tuple[int, Mapping[str, np.ndarray]]]]

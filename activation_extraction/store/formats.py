@@ -80,8 +80,8 @@ class FileFacts:
             of this program have stored.
     """
 
-    bytes: int  # size of the file in bytes
-    sha256: str  # SHA-256 of the file's content, in hexadecimal digits
+    bytes: int
+    sha256: str
     version: str | None = None  # version of the file; None if the store has none
     crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits
     ranges: RangeChecksums | None = None  # checksums of short ranges of the file
@@ -150,9 +150,9 @@ class PackedFile(NamedTuple):
         uncompressed_bytes: Size of the content before compression, in bytes.
     """
 
-    buffers: list[bytes | memoryview]  # consecutive buffers of the content
-    facts: FileFacts  # facts about the file for the shard's commit, without the version
-    uncompressed_bytes: int  # size of the content before compression
+    buffers: list[bytes | memoryview]
+    facts: FileFacts
+    uncompressed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class ShardFormat:
             whole.
     """
 
-    suffix: str  # end of the names of files in this format, such as ".pkl.gz"
+    suffix: str
     serialize: Callable[[Shard, str], list[memoryview]]  # its arguments: shard, id of the writer
-    is_compressed: bool = False  # whether the bytes are compressed with gzip
+    is_compressed: bool = False
     # Function of (shard, buffers of its file); None if such files are only read whole.
     checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 

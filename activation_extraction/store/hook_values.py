@@ -96,7 +96,6 @@ class Tolerance:
 
     computing_error: float  # largest relative error that computing the values again explains
     rounding_error: float  # largest relative error of rounding to the stored dtype
-    # Largest fraction of a sample's integers, or of its active features, that may differ.
     max_different_fraction: float
 
     @property
@@ -138,9 +137,9 @@ class HookValues(ABC):
     """
 
     key: Key  # key of the hook in pickles: layer number or selected name
-    name: str  # full name of the hook
-    width: int  # number of values of a token; for codes, number of all features
-    stored_dtype: str  # name of the dtype of the values in files
+    name: str
+    width: int
+    stored_dtype: str
 
     # The following members describe the values.
 
@@ -655,7 +654,7 @@ class CodeValues(HookValues):
             writes codes, which does not need this number.
     """
 
-    max_features_per_token: int  # largest number of features stored for a token
+    max_features_per_token: int
     dtype = FLOAT32
     are_activations = False  # the values are codes
     is_array = False  # users get the values as `Codes`

@@ -68,11 +68,9 @@ class Difference(NamedTuple):
         value_in_second_identity: Value for the second identity, as JSON.
     """
 
-    # Name of the field in metadata.json, or a description of the property, such as "the size of
-    # data file a.jsonl".
     field_name: str
-    value_in_first_identity: Any  # value for the first identity, as JSON
-    value_in_second_identity: Any  # value for the second identity, as JSON
+    value_in_first_identity: Any
+    value_in_second_identity: Any
 
 
 @dataclass(frozen=True)
@@ -112,32 +110,28 @@ class Identity:
     """
 
     model_digest: str = ""  # SHA-256 of the model; "" for a user's program
-    lora_digest: str = ""  # SHA-256 of the LoRA adapter; "" for none
-    autoencoder_digest: str = ""  # SHA-256 of the autoencoders; "" for none
-    tokenizer_digest: str = ""  # SHA-256 of the tokenizer's files; "" for none
-    data: str = ""  # name of the data set; "files" for files
-    data_revision: str = ""  # commit of the data set on the hub; "" for files
-    chat_template: str = ""  # digest of the chat template and its arguments; "" for none
-    # Special tokens that each text gets, such as "text + <|endoftext|>"; "" for none.
+    lora_digest: str = ""
+    autoencoder_digest: str = ""
+    tokenizer_digest: str = ""
+    data: str = ""
+    data_revision: str = ""
+    chat_template: str = ""
     special_tokens: str = ""
-    text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)  # flags about text
-    storage: StorageOptions = StorageOptions()  # flags about shards
-    hooks: tuple[str, ...] = ()  # full names of all hooks
-    # Full names of the hooks with indices of experts or with token ids.
+    text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)
+    storage: StorageOptions = StorageOptions()
+    hooks: tuple[str, ...] = ()
     integer_hooks: tuple[str, ...] = ()
     # Full names of the hooks with float32 values that are no activations, such as losses.
     float32_hooks: tuple[str, ...] = ()
-    code_hooks: tuple[str, ...] = ()  # full names of the hooks with codes
+    code_hooks: tuple[str, ...] = ()
     # For each of `code_hooks`, the largest number of features that are stored for a token. The
     # field has the name of the flag --encode_most, because it is stored under this name.
     encode_most: tuple[int, ...] = ()
-    # Keys of the hooks in shards: "layer" for layer numbers, "hook name" for full names, otherwise
-    # the list of the keys.
     keyed_by: str | list[str] = "layer"
-    dtype: str = ""  # dtype of the computation
-    activation_dtype: str = ""  # dtype of stored activations, or "float8"
+    dtype: str = ""
+    activation_dtype: str = ""
     top_logits: int = 0  # number of largest logits that are stored for each token
-    worker: Worker = Worker()  # machine and host whose samples are stored
+    worker: Worker = Worker()
 
     def __post_init__(self) -> None:
         """Sets flags that do not decide the content of shards to their defaults."""
@@ -440,7 +434,6 @@ class RunFacts:
         sources: Files of the data set. None if the samples do not come from files.
     """
 
-    # Further fields of metadata.json by name, with values that JSON can represent.
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # Key of a hook -> facts about the hook by name, such as its aliases.
     hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class FileEntry(NamedTuple):
             versions.
     """
 
-    byte_count: int  # size of the file in bytes
+    byte_count: int
     version: str | None = None  # changes with every write; None if the store has no versions
 
 

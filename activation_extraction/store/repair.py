@@ -110,10 +110,8 @@ class Repair:
     # Number of a shard -> version of its JSON file, None if it has no JSON file.
     withdrawn_json_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()  # numbers of the missing and bad shards before a good one
-    # Number of the host's samples after which reading stops, counted from its first sample.
     num_samples_to_read: int | None = None
     num_samples_to_add: int = 0  # number of samples that a user's program must add again
-    # Content of metadata.json before the repair, of which `revised` keeps most fields.
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
@@ -211,8 +209,8 @@ class RepairPlanner:
             "max_tokens"; None for no limit.
     """
 
-    folder: Folder  # folder that contains the shards
-    identity: Identity  # identity that follows from the flags or arguments of this process
+    folder: Folder
+    identity: Identity
     # "max_samples" or "max_tokens" -> largest number to store; None for no limit.
     limits: Mapping[str, int | None]
     # Shard number -> result of the last check of this shard.

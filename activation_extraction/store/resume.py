@@ -63,15 +63,14 @@ class StoragePlan:
             withdraw. None if the process begins or continues a run.
     """
 
-    commits: list[Commit] = field(default_factory=list)  # commits of the stored shards
+    commits: list[Commit] = field(default_factory=list)
     run_id: str | None = None  # id of the run; None if a new run begins
-    next_shard_number: int = 1  # number of the first new shard, from 1
+    next_shard_number: int = 1
     mark: Mark | None = None  # the point from which the run continues
-    is_complete: bool = False  # whether no sample is left to store
-    is_up_to_date: bool = False  # whether nothing is left to do
+    is_complete: bool = False
+    is_up_to_date: bool = False
     skipped_rows: int = 0  # number of skipped rows if the run is complete, otherwise 0
     empty_rows: int = 0  # number of rows without text if the run is complete, otherwise 0
-    # Part of the plan that only a repair needs, such as the numbers of the shards to withdraw.
     repair: "Repair | None" = None
 
     @property

@@ -49,8 +49,8 @@ class HostFolder(NamedTuple):
         host: Number of the host in its machine, from 0. None if the machine has a single host.
     """
 
-    machine: int  # number of the machine
-    host: int | None = None  # number of the host in its machine
+    machine: int
+    host: int | None = None
 
     @classmethod
     def of(cls, machine: int, host: int, hosts: int) -> "HostFolder":
@@ -291,8 +291,8 @@ class RunFolders:
         upload_timeout: Seconds for which a failing request to the bucket is repeated.
     """
 
-    worker: Worker  # machine and host of this process
-    local_output: Path  # path of the local output folder
+    worker: Worker
+    local_output: Path
     bucket_url: str | None  # URL of the output folder in a bucket; None if there is no bucket
     upload_timeout: int  # seconds for which a failing request is repeated
 

@@ -224,25 +224,25 @@ class Commit:
         empty_samples: Number of samples without a stored token.
     """
 
-    number: int  # number of the shard, from 1
+    number: int
     began: float  # Unix time at which the writing process began
     mark: Mark | None  # point from which reading continues after this shard
-    run: str = ""  # id of the run
-    owner: str = ""  # id of the process that committed the shard
-    url: str = ""  # URL of the folder to which the shard was written
-    identity: str = ""  # digest of the run's identity
-    file: str = ""  # name of the file of activations
+    run: str = ""
+    owner: str = ""
+    url: str = ""
+    identity: str = ""
+    file: str = ""
     files: Mapping[str, FileFacts] = field(default_factory=dict)  # file name -> its facts
     unpacked: int = 0  # bytes of the file of activations before compression
     first: int = 0  # `sample_idx` of the first sample
     last: int = 0  # `sample_idx` of the last sample
-    count: int = 0  # number of samples
-    tokens: int = 0  # number of stored tokens
+    count: int = 0
+    tokens: int = 0
     hooks: list[dict[str, Any]] = field(default_factory=list)  # description of each hook
-    committed: float = 0.0  # Unix time of the commit
-    cut_samples: int = 0  # number of samples that were cut at their end
+    committed: float = 0.0
+    cut_samples: int = 0
     cut_tokens: int = 0  # number of tokens that were cut off at the ends of samples
-    empty_samples: int = 0  # number of samples without a stored token
+    empty_samples: int = 0
 
     @property
     def name(self) -> str:
@@ -423,8 +423,8 @@ class RunLog:
         is_local: Whether the folder is on this machine.
     """
 
-    metadata: dict[str, Any] | None = None  # content of metadata.json
-    metadata_version: str | None = None  # version of metadata.json
+    metadata: dict[str, Any] | None = None
+    metadata_version: str | None = None
     # Number of a shard -> its commit in the run that metadata.json names. Without metadata, the
     # commits of all runs are included.
     commits: dict[int, Commit] = field(default_factory=dict)
@@ -432,12 +432,10 @@ class RunLog:
     shard_json_versions: dict[str, str | None] = field(default_factory=dict)
     # Name of each file in the folder -> its size in bytes.
     file_sizes: dict[str, int] = field(default_factory=dict)
-    # Message on each JSON file that cannot be read, by the name of the file.
     damaged_files: dict[str, str] = field(default_factory=dict)
-    # Numbers in the last line of metrics.jsonl, by name.
     metrics: dict[str, Any] = field(default_factory=dict)
-    url: str = ""  # URL of the folder, without secrets
-    is_local: bool = True  # whether the folder is on this machine
+    url: str = ""
+    is_local: bool = True
 
     @classmethod
     def read(cls, folder: Folder) -> "RunLog":

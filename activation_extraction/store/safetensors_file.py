@@ -48,8 +48,8 @@ class Blocks:
 
     start: int  # offset of the first byte
     stop: int  # offset after the last byte
-    block_bytes: int  # size of a block in bytes
-    crc32c: str  # CRC-32C of each block, 8 hexadecimal digits each
+    block_bytes: int
+    crc32c: str
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RangeChecksums:
 
     front: int  # size in bytes of the beginning of the file, before `token_ids`
     front_crc32c: str  # CRC-32C of the first `front` bytes of the file
-    tokens: int  # number of tokens in a block
+    tokens: int
     consecutive: bool  # whether the positions in every sample are 0, 1, 2 and so on
     crc32c: Mapping[str, str]  # name of a tensor -> CRC-32C of each of its blocks
 

@@ -43,7 +43,7 @@ class ShardSample:
             Empty if the run stores no conversations.
     """
 
-    facts: SampleFacts  # facts of the sample, such as its number and its row in the data set
+    facts: SampleFacts
     token_ids: np.ndarray | None  # ids of the stored tokens; None if they are unknown
     positions: np.ndarray  # index in the sample of each stored token
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
@@ -60,8 +60,7 @@ class Shard:
             `encode` they are ready to be written (in the stored form, see hook_values.py).
     """
 
-    samples: list[ShardSample]  # samples of the shard, by ascending `sample_idx`
-    # Descriptions of the hooks, by the keys of the hooks in pickles.
+    samples: list[ShardSample]
     hooks: Mapping[Key, HookValues]
     values: Mapping[Key, list[Any]]  # key of a hook -> values of each sample
 

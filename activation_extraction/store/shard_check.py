@@ -56,10 +56,9 @@ class CheckedShard(NamedTuple):
         sample_idx: Numbers of the shard's samples, int64 (samples,). None if there is a problem.
     """
 
-    folder_name: str  # name of the host's folder; "" for the output folder itself
-    commit: Commit  # commit of the shard
+    folder_name: str
+    commit: Commit
     problem: str = ""  # message on the first problem; "" if there is none
-    # Error of a request that failed, so that it is unknown whether the shard is good.
     failure: FolderError | None = None
     sample_idx: np.ndarray | None = None  # numbers of the samples; None if there is a problem
 

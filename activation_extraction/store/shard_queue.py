@@ -37,9 +37,8 @@ class QueuedShard(Generic[T]):
             the function that commits the shard.
     """
 
-    bytes_held: int  # number of bytes of memory that become free when the shard is committed
-    phase: str = PHASES[0]  # current phase of the shard, one of PHASES
-    # Future that is done when the shard's files are stored.
+    bytes_held: int
+    phase: str = PHASES[0]
     files_future: Future[T] = field(default_factory=Future)
 
 

@@ -158,7 +158,7 @@ class EncodingError:
         worst: Largest relative error of these tokens.
     """
 
-    tokens: int = 0  # number of tokens whose error was measured
+    tokens: int = 0
     mean: float = 0.0  # mean relative error of the measured tokens
     worst: float = 0.0  # largest relative error of a measured token
 
@@ -201,12 +201,12 @@ class CodeSums:
         square: Sum over tokens of the squared norm of the activation that is reconstructed.
     """
 
-    tokens: int = 0  # number of tokens
+    tokens: int = 0
     features: int = 0  # sum over tokens of the number of stored features
     cut: int = 0  # sum over tokens of the number of active features that are not stored
     cut_tokens: int = 0  # number of tokens of which some active features are not stored
-    error: float = 0.0  # sum over tokens of the squared norm of the reconstruction error
-    square: float = 0.0  # sum over tokens of the squared norm of the activation
+    error: float = 0.0
+    square: float = 0.0
 
     @classmethod
     def of(cls, codes: Codes, token_mask: np.ndarray) -> "CodeSums":
@@ -255,7 +255,7 @@ class SumsOfCodes:
         others: Sums over all other tokens.
     """
 
-    sinks: CodeSums  # sums over the first tokens of samples
+    sinks: CodeSums
     others: CodeSums  # sums over all tokens that are not the first of a sample
 
     def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
@@ -290,7 +290,7 @@ class Statistics:
     tokens: int = 0  # number of tokens; also a key in JSON files
     values: int = 0  # number of values of all tokens together; also a key in JSON files
     overall_mean: float = 0.0  # mean of all values of all tokens
-    overall_variance: float = 0.0  # population variance of all values
+    overall_variance: float = 0.0
     mean_norm: float = 0.0  # mean Euclidean norm of the tokens' values
     max_norm: float = 0.0  # largest norm of a token
     error: ErrorByTokenKind = field(default_factory=dict)  # "sinks" or "others" -> encoding errors
@@ -401,7 +401,7 @@ class DimensionStatistics:
         mean_norm: Mean Euclidean norm of the tokens.
     """
 
-    tokens: int  # number of tokens
+    tokens: int
     mean: np.ndarray  # mean of the values in each dimension, (width,)
     variance: np.ndarray  # population variance of the values in each dimension, (width,)
     mean_norm: float  # mean Euclidean norm of the tokens' values

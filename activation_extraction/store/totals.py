@@ -37,15 +37,15 @@ class Totals:
     """
 
     # The names of the counts are also keys in metadata.json.
-    shards: int = 0  # number of shards
-    samples: int = 0  # number of samples
-    tokens: int = 0  # number of stored tokens
-    bytes: int = 0  # total size of the files of activations
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bytes: int = 0
     skipped_rows: int = 0  # number of rows of the data set that were skipped
-    empty_rows: int = 0  # number of rows of the data set without text
-    cut_samples: int = 0  # number of samples that were cut at their end
+    empty_rows: int = 0
+    cut_samples: int = 0
     cut_tokens: int = 0  # number of tokens that were cut off at the ends of samples
-    empty_samples: int = 0  # number of samples without a stored token
+    empty_samples: int = 0
     # Full name of a hook -> statistics of its values.
     statistics: dict[str, Statistics] = field(default_factory=dict)
 

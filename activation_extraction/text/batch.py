@@ -29,9 +29,9 @@ class Worker:
     """
 
     machine: int = 0  # number of the machine, from 0
-    machines: int = 1  # number of machines of the run
+    machines: int = 1
     host: int = 0  # number of the host in its machine, from 0
-    hosts: int = 1  # number of hosts of the machine
+    hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
         """Returns the `sample_idx` of a sample, its number among the samples of the whole run.
@@ -89,7 +89,7 @@ class Sample:
 
     facts: SampleFacts  # number, row and other facts of the sample
     token_ids: np.ndarray  # token ids of the sample, (tokens,)
-    mark: Mark  # mark before the sample
+    mark: Mark
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
     kept_positions_or_none: np.ndarray | None = None  # kept positions; None if all tokens are kept
 
@@ -130,9 +130,9 @@ class PlacedSample(NamedTuple):
             be stored already.
     """
 
-    sample: Sample  # sample, which may have no tokens
-    row_index: int  # index of the row in the batch
-    start_in_row: int  # index of the sample's first token in the row
+    sample: Sample
+    row_index: int
+    start_in_row: int
     mark: Mark  # mark from which a run can continue once this and all earlier samples are stored
 
     @property
@@ -159,7 +159,6 @@ class Batch:
     token_ids: np.ndarray  # token ids, (B, T); 0 for padding
     segment_ids: np.ndarray  # number of each token's sample in its row, (B, T)
     positions: np.ndarray  # position of each token in its sample, (B, T)
-    # Samples with their places, row by row, and from left to right in a row.
     samples: tuple[PlacedSample, ...]
     kept_mask: np.ndarray | None = None  # mask of kept tokens, (B, T); None if all are kept
 

@@ -82,8 +82,8 @@ class MessagesColumn:
     """
 
     activity: ClassVar = "rendering the chat template of"
-    column_name: str  # name of the column of messages
-    template: "ChatTemplate"  # chat template that renders the messages
+    column_name: str
+    template: "ChatTemplate"
 
     @property
     def columns(self) -> Columns:
@@ -276,7 +276,7 @@ class ChatTemplate:
             templates besides messages and tools.
     """
 
-    tokenizer: Any  # tokenizer, an object of transformers
+    tokenizer: Any
     source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
     flag_and_path: str  # flag that names the templates, and its value, for messages
     value_by_argument: Mapping[str, Any]

@@ -56,12 +56,10 @@ class Document:
             values by column name.
     """
 
-    content: Content  # text, conversation or token ids of the row
-    doc_id: DocId  # id of the row in the data set; None if it has no id
-    # Position of the row in the form that is stored with the row's samples (see `SampleFacts.row`).
+    content: Content
+    doc_id: DocId
     stored_position: dict[str, Any]
-    location_in_words: str  # position of the row in words, for messages
-    # Values that --keep_columns stores with the samples of the row, JSON values by column name.
+    location_in_words: str
     kept_value_by_column: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,7 +74,7 @@ class ReadRow(NamedTuple):
             The counts of skipped and empty rows are missing; `with_counts` adds them.
     """
 
-    document: Document | None  # document of the row; None if the row has no content or is skipped
+    document: Document | None
     skip_reason: str  # position and reason, if the row is skipped; otherwise ""
     state: dict[str, Any]  # the state from which reading can continue with the next row
 
@@ -90,8 +88,8 @@ class RowCounts(NamedTuple):
     """
 
     # The names of the fields are also keys in the states that marks store.
-    skipped: int = 0  # number of rows that could not be used
-    empty: int = 0  # number of rows without a single token
+    skipped: int = 0
+    empty: int = 0
 
 
 def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
@@ -158,8 +156,8 @@ class Documents(Protocol):
         beginning: State before the first row, a JSON object from which `read` can start.
     """
 
-    worker: Worker  # worker that reads the documents
-    skip_bad_rows: bool  # whether rows that cannot be used are skipped
+    worker: Worker
+    skip_bad_rows: bool
 
     @property
     def beginning(self) -> dict[str, Any]: ...

@@ -71,9 +71,9 @@ class DataFile:
             modification in nanoseconds.
     """
 
-    url: str  # local path or URL of the file
+    url: str
     name: str  # path relative to the folder of the data set
-    byte_count: int  # size of the file
+    byte_count: int
     version: str = ""  # checksum, version or modification time of the content; "" if unknown
 
     @property
@@ -113,11 +113,10 @@ class FileKind:
             to them during a run.
     """
 
-    name: str  # name of the kind, for messages
-    extensions: tuple[str, ...]  # extensions of the files in lower case
-    # Function that yields the rows of a file.
+    name: str
+    extensions: tuple[str, ...]
     read_rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
-    is_text: bool = False  # whether the files are text
+    is_text: bool = False
 
 
 def kind_of(url: str) -> FileKind | None:
@@ -214,7 +213,7 @@ class Compression(NamedTuple):
     """
 
     codec: str  # name of the codec in fsspec and in messages
-    magic: bytes  # first bytes of a compressed file
+    magic: bytes
 
 
 # Extension of compressed files -> their compression.

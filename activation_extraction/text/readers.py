@@ -86,9 +86,9 @@ class IdsColumn:
     """
 
     activity: ClassVar = "reading"  # words before the position of a row in the log
-    column_name: str  # name of the column with lists of token ids
+    column_name: str
     mask_column: str  # name of the column with masks of 0 and 1; "" for no mask
-    vocabulary_size: int  # number of token ids that the model has
+    vocabulary_size: int
 
     @property
     def columns(self) -> Columns:

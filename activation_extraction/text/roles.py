@@ -42,7 +42,7 @@ class Turn(NamedTuple):
             template adds.
     """
 
-    role: str  # role of the turn's content
+    role: str
     messages: list[dict[str, Any]]  # messages in the turn, usually one
 
 

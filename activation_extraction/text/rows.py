@@ -61,9 +61,8 @@ class SourceRow:
             UnusableRowError.
     """
 
-    location_in_words: str  # position of the row in words, for messages
+    location_in_words: str
     stored_position: dict[str, Any]  # position of the row in the data, as samples store it
-    # Function that returns the columns of the row by name, or raises UnusableRowError.
     read_columns: Callable[[], dict[str, Any]]
 
 
@@ -76,9 +75,9 @@ class Span(NamedTuple):
         turn_number: Number of the turn that contains the span, counted from 0.
     """
 
-    start_offset: int  # offset of the first character of the span in the text, in characters
+    start_offset: int
     role_index: int  # index in ROLES
-    turn_number: int  # number of the turn that contains the span, counted from 0
+    turn_number: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Content:
 
     text: str = ""  # text of the document; "" for token ids
     spans: Sequence[Span] = ()  # spans of the text with their roles
-    token_ids: np.ndarray | None = None  # token ids, int32 (tokens,); None if the content is text
+    token_ids: np.ndarray | None = None
     # Mask of the tokens whose activations may be stored, bool (tokens,). None for all tokens.
     storable_token_mask: np.ndarray | None = None
 
@@ -111,9 +110,8 @@ class Columns(NamedTuple):
             used if --id_column names a column.
     """
 
-    required_columns: tuple[str, ...]  # columns without which the reader cannot read a row
-    optional_columns: tuple[str, ...] = ()  # columns that the reader uses as well if a row has them
-    # Columns that may contain the id of a row, in order of preference.
+    required_columns: tuple[str, ...]
+    optional_columns: tuple[str, ...] = ()
     id_columns: tuple[str, ...] = ("id",)
 
 
@@ -164,9 +162,8 @@ class RowSchema:
             of a row.
     """
 
-    readers: tuple[Reader, ...]  # readers of the content
-    id_column: str | None = None  # value of --id_column, the column that contains the id of a row
-    # Value of --keep_columns, the columns whose values are stored with the samples of a row.
+    readers: tuple[Reader, ...]
+    id_column: str | None = None
     keep_columns: tuple[str, ...] = ()
 
     @property

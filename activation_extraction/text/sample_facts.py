@@ -39,10 +39,10 @@ class SampleFacts:
         columns: Columns of the row that --keep_columns names, JSON values by name.
     """
 
-    sample_idx: int  # number of the sample, unique over all machines and hosts of the run
-    row: Mapping[str, Any] | None = None  # position of the sample's row in the data set
-    doc_id: DocId = None  # id of the row in the data set; None if the row has no id
-    text_preview: str = ""  # first 200 characters of the sample's text; "" if there is no text
+    sample_idx: int
+    row: Mapping[str, Any] | None = None
+    doc_id: DocId = None
+    text_preview: str = ""
     cut: int = 0  # number of tokens left out at the end of the document
     columns: Mapping[str, Any] = field(default_factory=dict)  # name of a column -> JSON value
 

@@ -58,13 +58,10 @@ class SampleSettings:
             document. A document that is cut still contains all of them.
     """
 
-    max_sample_tokens: int  # largest number of tokens of a sample
-    # Whether a document with more than `max_sample_tokens` tokens is split into several samples.
+    max_sample_tokens: int
     splits_documents: bool = False
     overlap: int = 0  # number of tokens of a piece that the next piece repeats
-    # Choice of the kept tokens, which are the tokens whose activations are stored.
     token_choice: TokenChoice = TokenChoice()
-    # Special tokens that are added around a document.
     special_tokens: SpecialTokens = SpecialTokens()
 
     def pieces(self, num_tokens: int) -> list[range]:

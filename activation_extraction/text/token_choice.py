@@ -29,9 +29,9 @@ class TokenChoice:
         roles: The roles whose tokens may be kept; empty for all roles.
     """
 
-    positions: Positions = Positions()  # rule of --positions
+    positions: Positions = Positions()
     dropped_ids: tuple[int, ...] = ()  # ids of tokens that are never kept
-    roles: tuple[str, ...] = ()  # roles whose tokens may be kept; empty for all roles
+    roles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         choice_in_words = f"positions {self.positions}"

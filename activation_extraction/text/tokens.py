@@ -55,8 +55,8 @@ class Tokens:
             if the document is no conversation.
     """
 
-    ids: np.ndarray  # token ids
-    num_document_tokens: int  # number of tokens of the whole document, even if `ids` contains fewer
+    ids: np.ndarray
+    num_document_tokens: int
     # For each token, the index of its first character in the text; None if it was not computed.
     start_offsets: np.ndarray | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
@@ -73,8 +73,8 @@ class SpecialTokens:
             if no tokens are added.
     """
 
-    front_token_ids: tuple[int, ...] = ()  # ids of the tokens that are added in front of the text
-    end_token_ids: tuple[int, ...] = ()  # ids of the tokens that are added after the text
+    front_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
     description: str = ""  # description of these tokens, such as "text + <|endoftext|>"
 
     def __len__(self) -> int:
