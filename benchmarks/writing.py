@@ -36,7 +36,7 @@ import safetensors.numpy
 from isal import igzip
 
 from activation_extraction.cli.flags import StorageOptions
-from activation_extraction.common.codes import ARRAYS, RECORD_IDS, Codes, code_bytes, record_width
+from activation_extraction.common.codes import Codes, code_bytes
 from activation_extraction.common.encodings import FLOAT8, Float8Array, token_bytes
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity, RunFacts
@@ -82,6 +82,13 @@ class Case(NamedTuple):
         return {layer: f"blocks.{layer}.hook_resid_post" for layer in range(self.num_hooks)}
 
     @property
+    def identity(self) -> Identity:
+        """The identity of a run that stores the values of the case."""
+        if self.kind == CODES:
+            return Identity(activation_dtype="bfloat16", code_hooks=tuple(self.hook_names.values()))
+        return Identity(activation_dtype=self.kind)
+
+    @property
     def value_bytes_per_token(self) -> int:
         """The bytes that the values of a token at all hooks take in a shard."""
         if self.kind == CODES:
@@ -117,21 +124,22 @@ class Case(NamedTuple):
         Returns:
             The records, int32 (num_hooks, ROWS, LENGTH, numbers per record).
         """
-        records_shape = (self.num_hooks, ROWS, LENGTH, record_width(CODE_FEATURES))
-        records = np.empty(records_shape, np.int32)
-        records[..., 0] = CODE_FEATURES
-        records_as_float32 = records.view(np.float32)
-        # The squared error of the autoencoder for a token, and the norm of the token's activation.
-        records_as_float32[..., 1:RECORD_IDS] = 1 + rng.random((*records_shape[:-1], 2), np.float32)
+        token_count = self.num_hooks * ROWS * LENGTH
+        ids_shape = (token_count, CODE_FEATURES)
         # Each feature is chosen from a range of its own, so that the ids are ascending.
-        first_ids_of_ranges = np.arange(CODE_FEATURES) * (FEATURES // CODE_FEATURES)
-        first_value_column = RECORD_IDS + CODE_FEATURES
-        ids_shape = (*records_shape[:-1], CODE_FEATURES)
-        records[..., RECORD_IDS:first_value_column] = first_ids_of_ranges + rng.integers(
-            0, FEATURES // CODE_FEATURES, ids_shape
+        features_per_range = FEATURES // CODE_FEATURES
+        first_ids_of_ranges = np.arange(CODE_FEATURES) * features_per_range
+        feature_ids = first_ids_of_ranges + rng.integers(0, features_per_range, ids_shape)
+        codes = Codes(
+            indptr=np.arange(token_count + 1) * CODE_FEATURES,
+            indices=feature_ids.reshape(-1),
+            data=rng.random(feature_ids.size, np.float32),
+            error=1 + rng.random(token_count, np.float32),
+            norm=1 + rng.random(token_count, np.float32),
+            features=FEATURES,
         )
-        records_as_float32[..., first_value_column:] = rng.random(ids_shape, np.float32)
-        return records
+        records = codes.records(CODE_FEATURES)
+        return records.reshape(self.num_hooks, ROWS, LENGTH, -1)
 
     def store(
         self, folder: Path, remote: Folder | None, values: np.ndarray, batches: list[Batch]
@@ -149,15 +157,13 @@ class Case(NamedTuple):
         storage_options = StorageOptions(
             SHARD_GB, self.shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB
         )
-        identity, run_facts = Identity(activation_dtype=self.kind), RunFacts()
+        run_facts = RunFacts()
         if self.kind == CODES:
-            names_of_code_hooks = tuple(self.hook_names.values())
-            identity = Identity(activation_dtype="bfloat16", code_hooks=names_of_code_hooks)
             run_facts = RunFacts(
                 hooks={hook_key: {"width": FEATURES} for hook_key in self.hook_names}
             )
         with ActivationStorage(
-            folder, self.hook_names, storage_options, identity, remote, run_facts
+            folder, self.hook_names, storage_options, self.identity, remote, run_facts
         ) as storage:
             for batch in batches:
                 storage.add_batch(batch, values_of_hook)
@@ -176,39 +182,20 @@ class Case(NamedTuple):
         """
         arrays_in_file: dict[str, np.ndarray] = {}
         for layer, hook_name in self.hook_names.items():
-            arrays_of_batches = [*values[layer]] * num_batches
-            arrays_in_file |= self._bare_arrays(str(hook_name), np.concatenate(arrays_of_batches))
+            rows = np.concatenate([*values[layer]] * num_batches)
+            width = FEATURES if self.kind == CODES else HIDDEN
+            hook_values = self.identity.hook_values(layer, hook_name, width)
+            # `encode` of the product would also measure the errors of encoding.
+            stored_values = (
+                Float8Array.of(rows) if self.kind == FLOAT8 else hook_values.for_shard(rows)
+            )
+            for tensor_name, (tensor,) in hook_values.tensors([stored_values]).items():
+                arrays_in_file[tensor_name] = tensor
         if self.shard_format == "safetensors":
             safetensors.numpy.save_file(arrays_in_file, path)
         else:
             pickled_bytes = pickle.dumps(arrays_in_file, protocol=pickle.HIGHEST_PROTOCOL)
             path.write_bytes(igzip.compress(pickled_bytes, 1))
-
-    def _bare_arrays(self, hook_name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays that `write_bare_file` writes for a hook, by their names in the file.
-
-        They are the arrays that a shard contains for the hook: activations, float8 values with
-        their scales, or the five arrays of codes. They come without the token ids and positions
-        that a shard also contains.
-
-        Args:
-            hook_name: The name of the hook.
-            rows: The activations or, for codes, the records of all tokens of the file, one row for
-                each token.
-        """
-        if self.kind == FLOAT8:
-            encoded_activations = Float8Array.of(rows)
-            return {
-                hook_name: encoded_activations.values,
-                f"{hook_name}.scale": encoded_activations.scales,
-            }
-        if self.kind == CODES:
-            codes = Codes.of(rows, FEATURES, ml_dtypes.bfloat16)
-            return {
-                f"{hook_name}.{array_name}": getattr(codes, field_name)
-                for array_name, field_name in ARRAYS.items()
-            }
-        return {hook_name: rows}
 
 
 def full_batches(count: int) -> list[Batch]:

@@ -255,15 +255,7 @@ class SpeculatorsFormat(DraftFormat):
     ) -> Exported:
         """Writes the Arrow files, and a file with the hidden states of each sample.
 
-        Args:
-            folder: The folder of the export, which is empty.
-            dataset: The run.
-            hooks: The names of the exported hooks.
-            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
-
-        Returns:
-            The number of exported tokens, and phrases about data of the run that the files do not
-            contain.
+        `ExportFormat.write` documents the arguments and the result.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -390,15 +382,7 @@ class SpecForgeFormat(DraftFormat):
     ) -> Exported:
         """Writes a file with token ids, loss mask and hidden states for each sample.
 
-        Args:
-            folder: The folder of the export, which is empty.
-            dataset: The run.
-            hooks: The names of the exported hooks.
-            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
-
-        Returns:
-            The number of exported tokens, and phrases about data of the run that the files do not
-            contain.
+        `ExportFormat.write` documents the arguments and the result.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.

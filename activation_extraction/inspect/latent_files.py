@@ -92,15 +92,7 @@ class DelphiFormat(ExportFormat):
     ) -> Exported:
         """Writes a folder for each hook, with files of codes and delphi's file config.json.
 
-        Args:
-            folder: The folder of the export, which is empty.
-            dataset: The run.
-            hooks: The names of the exported hooks.
-            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
-
-        Returns:
-            The number of exported tokens, and phrases about data of the run that the files do not
-            contain.
+        `ExportFormat.write` documents the arguments and the result.
         """
         from safetensors.numpy import save
 

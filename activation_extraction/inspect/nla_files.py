@@ -165,15 +165,7 @@ class NlaFormat(ExportFormat):
     ) -> Exported:
         """Writes the Parquet file, with a row group for each chunk, and the YAML file.
 
-        Args:
-            folder: The folder of the export, which is empty.
-            dataset: The run.
-            hooks: The names of the exported hooks.
-            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
-
-        Returns:
-            The number of exported tokens, and phrases about data of the run that the files do not
-            contain.
+        `ExportFormat.write` documents the arguments and the result.
         """
         import yaml
         from pyarrow.parquet import ParquetWriter

@@ -42,15 +42,7 @@ class SaeLensFormat(ExportFormat):
     ) -> Exported:
         """Writes a folder with the activations and token ids of all rows for each hook.
 
-        Args:
-            folder: The folder of the export, which is empty.
-            dataset: The run.
-            hooks: The names of the exported hooks.
-            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
-
-        Returns:
-            The number of exported tokens, and phrases about data of the run that the files do not
-            contain.
+        `ExportFormat.write` documents the arguments and the result.
         """
         import datasets
 
