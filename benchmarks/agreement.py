@@ -273,8 +273,8 @@ def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHo
     """Yields the documents that one of the compared programs stored as gzipped pickles in a folder.
 
     Yields:
-        A tuple of the number of the document in the data set, from 0, its token ids (tokens,), and
-        its values: hook name -> array (tokens, width).
+        A tuple of the document's number in the data set, from 0; its token ids, (tokens,); and its
+        values, a dict from the name of a hook to an array (tokens, width).
     """
     for shard_path in sorted(folder.glob("shard_*.pkl.gz")):
         # The keys of this dict and of the next one are the numbers of documents in the data set.

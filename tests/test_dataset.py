@@ -281,10 +281,10 @@ def test_one_hook_of_many_takes_little_more_than_its_bytes(tmp_path, bucket):
     one = dataset.batches(100, hooks=[hooks[3]], where=[n == 700 for n in range(1000)])
     assert [set(batch.sample_idx) for batch in one] == [{700}]
     assert 0 < bucket.served <= 2.2 * 2**20
-    told = (
+    damage_message = (
         "shard_0001.safetensors: is damaged in MiB [0-9]+( or [0-9]+)?: its crc32c is not the one"
     )
-    with pytest.raises(OSError, match=told):
+    with pytest.raises(OSError, match=damage_message):
         list(dataset.batches(100, hooks=[hooks[4]]))
     values = stored[hooks[3]].astype(np.float64)
     statistics = dataset.statistics[hooks[3]]  # summed in blocks
@@ -315,9 +315,9 @@ def test_one_hook_of_many_shards_takes_little_more_than_its_bytes(
     assert len(dataset.shards.commits) >= 7
     for options in ({"shuffle": 0}, {}):
         bucket.served = 0
-        found = joined(dataset.batches(100, hooks=[names[0]], **options))
-        assert_same(in_order(found), stored)
-        assert 1 < bucket.served / found[names[0]].nbytes <= 1.06
+        read_batch = joined(dataset.batches(100, hooks=[names[0]], **options))
+        assert_same(in_order(read_batch), stored)
+        assert 1 < bucket.served / read_batch[names[0]].nbytes <= 1.06
     where = [number % 16 != 0 for number in range(1000)]
     for options in ({"skip_first": 1}, {"where": where}, {"roles": ["system", "user"]}):
         bucket.served = 0

@@ -138,7 +138,7 @@ class Run:
                 for row, sample in zip(table.to_pylist(), samples, strict=True):
                     number, positions = row["sample_idx"], sample.tokens.positions
                     assert number not in found, f"sample {number} is stored twice"
-                    values = [each.tolist() for each in sample.values_of_hooks]
+                    values = [hook_values.tolist() for hook_values in sample.values_of_hooks]
                     found[number] = str(row), positions.tolist(), values
         return found
 

@@ -73,11 +73,11 @@ def test_sums_of_some_tokens_are_computed_by_themselves(compute_expert_sum):
     x, weights = rng.normal(size=(1, 64, 128)), rng.random((1, 64, PER_TOKEN), np.float32)
     chosen = rng.integers(0, EXPERTS + 1, (1, 64, PER_TOKEN)).astype(np.int32)
     drawn = x, *(0.1 * rng.normal(size=(3, 1, EXPERTS, 128, 128)))
-    x, *matrices = (jnp.asarray(each, jnp.bfloat16) for each in drawn)
+    x, *matrices = (jnp.asarray(drawn_array, jnp.bfloat16) for drawn_array in drawn)
     stacks = Stacks(jnp.int32(0), *matrices)
-    found = compute_expert_sum(x[0], weights[0], chosen[0], stacks, parts=2)
-    wanted = expected([each[0] for each in matrices], np.float64(x), weights, chosen)[0]
-    assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
+    expert_sum = compute_expert_sum(x[0], weights[0], chosen[0], stacks, parts=2)
+    wanted = expected([matrix[0] for matrix in matrices], np.float64(x), weights, chosen)[0]
+    assert np.abs(expert_sum - wanted).max() < 0.02 * np.abs(wanted).max()
 
 
 def test_each_tpu_of_a_ring_is_beside_the_next_one():

@@ -129,9 +129,9 @@ def test_a_mixture_of_the_hub_and_files_with_an_adapter_and_an_autoencoder(hub, 
     flags += ["--lora", "org/lora", "--encode", "org/saes/pile/layers.1"]
     flags = " ".join([*flags, "--mix", "org/texts:small:train=3", f"{own}=1", "--max_samples"])
     report = f"--report {tmp_path / 'page.html'}"
-    told = run(hub, tmp_path, 0, f"{flags} 40", f"{flags} 80", report, script=("-c", COMMANDS))
-    assert "--lora org/lora: merged in float32 into 1 tensors" in told
-    assert "codes of org/saes/pile/layers.1: blocks.1.hook_resid_post.codes: " in told
+    printed = run(hub, tmp_path, 0, f"{flags} 40", f"{flags} 80", report, script=("-c", COMMANDS))
+    assert "--lora org/lora: merged in float32 into 1 tensors" in printed
+    assert "codes of org/saes/pile/layers.1: blocks.1.hook_resid_post.codes: " in printed
     whole = documents(tmp_path / "out")
     sources = [source for _, source in whole]
     assert [sources[:n].count("org/texts:small:train") for n in (20, 40, 80)] == [15, 30, 60]

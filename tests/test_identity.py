@@ -103,12 +103,12 @@ NOT_CONTENT = {"list_hooks", "max_samples", "max_tokens"}
 def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
     """All hosts compare the flags of inputs, but for their paths."""
     about_content = {name for name, flag in FLAGS.items() if flag.group in ABOUT_CONTENT}
-    of_inputs = {flag for each in INPUTS for flag in each.flag_names}
+    of_inputs = {flag for run_input in INPUTS for flag in run_input.flag_names}
     of_identity = ONE.to_json().keys()
     assert about_content - of_inputs - of_identity == AS_HOOKS | NOT_CONTENT
     compared, paths = (
         settings_of(parse_args([])),
-        {path for each in INPUTS for path in each.path_flags},
+        {path for run_input in INPUTS for path in run_input.path_flags},
     )
     assert {path for path in paths if f"--{path}" in compared} == {"mix"}  # its weights
     assert all(f"--{flag}" in compared for flag in of_inputs - paths)
@@ -188,10 +188,12 @@ def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
     data = str(flags[flags.index("--dataset_path") + 1])
     # What is given counts, not what is recorded.
     assert load(data, configuration=gone).compute_values
-    for each in INPUTS:
-        told = f"^--[a-z_]+.*: the {each.name_in_messages} is (not|missing,) the one"
-        with pytest.raises(InputError, match=told):
-            load(None, identity={**metadata["identity"], each.identity_field: "another"})
+    for run_input in INPUTS:
+        expected_message = (
+            f"^--[a-z_]+.*: the {run_input.name_in_messages} is (not|missing,) the one"
+        )
+        with pytest.raises(InputError, match=expected_message):
+            load(None, identity={**metadata["identity"], run_input.identity_field: "another"})
 
 
 @pytest.mark.long

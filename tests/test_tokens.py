@@ -353,8 +353,8 @@ def test_a_long_text_has_the_tokens_of_the_whole(text, tokenizer, texts, monkeyp
         assert sample.token_ids.tolist() == ids[:most]
         assert sample.facts.cut == max(len(ids) - most, 0)
     starts = [start for start, _ in own.encode(text, add_special_tokens=False).offsets[::30]]
-    found = samples(stream_of(path), own, SampleSettings(30, splits_documents=True))
-    assert [each.facts.text_preview for each in found] == [text[at : at + 200] for at in starts]
+    pieces = samples(stream_of(path), own, SampleSettings(30, splits_documents=True))
+    assert [piece.facts.text_preview for piece in pieces] == [text[at : at + 200] for at in starts]
 
 
 # Tokens that take the spaces beside them, and tokens with spaces within.

@@ -59,8 +59,8 @@ def model(tmp_path_factory):
 
     def load(*flags):
         if flags not in loaded:
-            given = ["--verify", "--model_path", str(folder), *map(str, flags)]
-            loaded[flags] = load_for_hidden_states(parse_args(given), ids, WIDTH)
+            arguments = ["--verify", "--model_path", str(folder), *map(str, flags)]
+            loaded[flags] = load_for_hidden_states(parse_args(arguments), ids, WIDTH)
         return lambda token_ids, width: loaded[flags]
 
     return SimpleNamespace(folder=folder, ids=ids, states=states, load=load)
@@ -369,8 +369,10 @@ def test_layers_one_off_are_named_if_a_flag_says_which_were_asked_for(
     status, lines = check(folder, model, capsys, *NAMED)
     assert status == 1
     for number, hook in enumerate([*early, "blocks.6.hook_resid_post"], 1):
-        told = [line for line in lines if f"layer {number} of 4: expected" in line]
-        assert len(told) == 6 and all(f"found {hook}, one layer too early" in line for line in told)
+        lines_about_layer = [line for line in lines if f"layer {number} of 4: expected" in line]
+        assert len(lines_about_layer) == 6 and all(
+            f"found {hook}, one layer too early" in line for line in lines_about_layer
+        )
     status, lines = check(folder, model, capsys)
     assert status == 1 and lines[0].startswith(f"layer 1 of 4: {early[0]}, right in 6 of 6 rows")
     assert any(line.startswith("note: by default, ") for line in lines)
@@ -486,18 +488,18 @@ def test_files_that_cannot_be_used_are_wrong_rows(model, tmp_path, capsys):
     save_file(tensors | {"hidden_states": torch.zeros(12, 3, WIDTH)}, files[4])
     status, lines = check(folder, model, capsys)
     assert status == 1 and lines[-1].endswith("6 rows compared, 4 wrong")
-    told = [line for line in lines if line.startswith("row ")]
+    lines_about_rows = [line for line in lines if line.startswith("row ")]
     words = "not a complete", "hs_1", "lacks the tensor token_ids", "holds 3 layers of 64 values; "
-    assert all(word in line for word, line in zip(words, told, strict=True))
+    assert all(word in line for word, line in zip(words, lines_about_rows, strict=True))
 
     folder = write(tmp_path / "specforge", "specforge", model, right_layers(model, "specforge"))
     torch.save({"input_ids": Code()}, folder / "rows_0-2000/data_3.ckpt")
     (folder / "rows_0-2000/data_4.ckpt").write_bytes(b"PK")
     status, lines = check(folder, model, capsys)
     assert status == 1 and lines[-1].endswith("6 rows compared, 2 wrong")
-    told = [line for line in lines if line.startswith("row ")]
-    assert len(told) == 2
-    assert all("ckpt: is damaged, or holds more than tensors" in line for line in told)
+    lines_about_rows = [line for line in lines if line.startswith("row ")]
+    assert len(lines_about_rows) == 2
+    assert all("ckpt: is damaged, or holds more than tensors" in line for line in lines_about_rows)
 
 
 @both_programs
@@ -540,9 +542,16 @@ def test_what_this_program_exports_is_right(dtype, model, tmp_path, capsys):
     exports.append(("speculators", ("--export_dtype", "float8")))
     for number, (program, more) in enumerate(exports):
         target = tmp_path / f"export_{number}"
-        given = "--output_dir", tmp_path / "run", "--export", program, "--export_dir", target
-        given += "--hook_names", *AUX, LAST[program]
-        assert main(*given, *more) == 0
+        export_arguments = (
+            "--output_dir",
+            tmp_path / "run",
+            "--export",
+            program,
+            "--export_dir",
+            target,
+        )
+        export_arguments += "--hook_names", *AUX, LAST[program]
+        assert main(*export_arguments, *more) == 0
         capsys.readouterr()
         assert verify(target, model.folder, "--dtype", dtype) == 0
         assert capsys.readouterr().out.splitlines()[-1].startswith("in order: hidden states of ")
@@ -557,18 +566,18 @@ def test_bad_input_is_refused_in_one_line(model, tmp_path, capsys, monkeypatch):
         out, err = capsys.readouterr()
         assert out == "" and words in err.splitlines()[-1] and "Traceback" not in err
 
-    given = "--model_path", model.folder
+    model_flag = "--model_path", model.folder
     refused("holds hidden states of SpecForge, which are compared with a model; give --model_path")
-    refused("--verify_samples", *given, "--verify_samples", 0)
-    refused("--encode: hidden states of other programs", *given, "--encode", "sae")
-    refused("name blocks.1.hook_resid_post; the files of", *given, "--layers_to_extract", 1)
+    refused("--verify_samples", *model_flag, "--verify_samples", 0)
+    refused("--encode: hidden states of other programs", *model_flag, "--encode", "sae")
+    refused("name blocks.1.hook_resid_post; the files of", *model_flag, "--layers_to_extract", 1)
     refused(
         "--hook_names blocks.1.hook_mlp_out: is no residual stream",
-        *given,
+        *model_flag,
         "--hook_names",
         "blocks.1.hook_mlp_out",
     )
-    refused("layer", *given, "--layers_to_extract", 99)
+    refused("layer", *model_flag, "--layers_to_extract", 99)
     other = make_reference(tmp_path / "narrow", hidden_size=32, num_key_value_heads=2).folder
     refused("its hidden states have 32 values, the stored ones have 64", "--model_path", other)
     other = make_reference(tmp_path / "few", num_key_value_heads=2, vocab_size=100).folder
@@ -578,10 +587,10 @@ def test_bad_input_is_refused_in_one_line(model, tmp_path, capsys, monkeypatch):
     ).folder
     refused("; a stored sample has 50 tokens", "--model_path", other)
     monkeypatch.setitem(sys.modules, "torch", None)
-    refused("reading it needs torch; run: ", *given)
+    refused("reading it needs torch; run: ", *model_flag)
     monkeypatch.undo()
     shutil.rmtree(folder / "rows_0-2000")
-    refused("holds no run", *given)
+    refused("holds no run", *model_flag)
     with pytest.raises(InputError, match="has the same row as"):
         for name in ("rows_0-2000", "rows_2000-4000"):
             (folder / name).mkdir()

@@ -31,7 +31,7 @@ FeatureRange = tuple[int, int]
 
 
 class DelphiFormat(ExportFormat):
-    """The cache from which delphi 0.1 reads active features (latents), in a folder for each hook.
+    """The files from which delphi 0.1 reads active features (latents). Each hook has a folder.
 
     A row contains ROW_TOKENS consecutive tokens of one sample. Tokens at the end of a sample that
     do not fill a row are left out. A file START_END.safetensors covers the features START to END,

@@ -290,7 +290,7 @@ def blocked_attention(
 def _branch_numbers(
     segments: Segments, first_query: int | Array, span_lengths: list[int], window: int | None
 ) -> Array:
-    """Returns the number of the branch that `blocked_attention` runs for each block of queries.
+    """Returns, for each block of queries, which branch `blocked_attention` runs.
 
     Branch 0 skips the block. Each of the other branches reads a span of keys of one length.
 

@@ -110,7 +110,7 @@ def pallas_delta_rule(
 
 
 def _whole_blocks(x: Array) -> Array:
-    """Appends zeros to the axis T of an array (B, T, ...), up to a multiple of TWO_CHUNKS."""
+    """Pads an array (B, T, ...) with zeros along T, up to the next multiple of TWO_CHUNKS."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % TWO_CHUNKS), *[(0, 0)] * (x.ndim - 2)])
 
 

@@ -163,7 +163,7 @@ def hub_not_reached(
 
 
 def tensor_not_in_file(location: str, index_name: str, file_name: str | None) -> InputError:
-    """Returns the error about a tensor that is missing in the file that the index names for it.
+    """Returns the error for a tensor that is not in the file where the weight index says it is.
 
     Args:
         location: The path or URL of the file.

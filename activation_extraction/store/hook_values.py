@@ -151,10 +151,10 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def are_activations(self) -> bool:
-        """Whether the values are activations, not codes, losses, token ids or the like.
+        """Whether the values are activations. Codes, losses and token ids, for example, are not.
 
         Readers convert only activations to a dtype that the user asks for. If they leave out tokens
-        with large norms, only the norms of activations count.
+        with large norms, they compute norms of activations only.
         """
 
     @property
