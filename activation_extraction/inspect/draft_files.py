@@ -16,10 +16,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from activation_extraction.common.choices import ROLES
+from activation_extraction.common.encodings import LARGEST_E4M3, VALUE_DTYPE
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.dataset import ActivationDataset
@@ -44,7 +44,6 @@ FINAL_NORM_HOOK = "ln_final.hook_out"
 SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
 # Name of the tensor with the scales of float8 hidden states in speculators' files.
 SCALES = "hidden_states_scales"
-LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # largest float8 value, 448
 # Smallest scale, so that a token whose values are all zero causes no division by 0.
 SMALLEST_SCALE = 1e-12
 EAGLE3_LAYERS = 3  # number of layers whose residual streams SpecForge's EAGLE-3 draft models read
@@ -328,10 +327,8 @@ def quantize_tokens(hidden_states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     float32_states = hidden_states.astype(np.float32)
     largest_magnitudes = np.abs(float32_states).max(axis=(1, 2), keepdims=True, initial=0)
-    token_scales = np.maximum(largest_magnitudes / LARGEST_FLOAT8, SMALLEST_SCALE).astype(
-        np.float32
-    )
-    return (float32_states / token_scales).astype(ml_dtypes.float8_e4m3fn), token_scales
+    token_scales = np.maximum(largest_magnitudes / LARGEST_E4M3, SMALLEST_SCALE).astype(np.float32)
+    return (float32_states / token_scales).astype(VALUE_DTYPE), token_scales
 
 
 class SpecForgeFormat(DraftFormat):

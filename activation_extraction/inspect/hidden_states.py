@@ -25,12 +25,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from activation_extraction.common.encodings import FLOAT8, VALUE_DTYPE
+from activation_extraction.common.encodings import FLOAT8, LARGEST_E4M3, VALUE_DTYPE
 from activation_extraction.common.errors import InputError, RunError, install, one_line, reason_of
 from activation_extraction.common.safetensors import read_header
 from activation_extraction.inspect.draft_files import (
     FINAL_NORM_HOOK,
-    LARGEST_FLOAT8,
     LOSS_MASK,
     SCALES,
     last_stream_hook,
@@ -108,7 +107,7 @@ class StoredRow:
         if self.scale_of_token is None:
             return values
         token_scales = self.scale_of_token[first_state : first_state + len(values)]
-        clipped_values = np.clip(values / token_scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
+        clipped_values = np.clip(values / token_scales, -LARGEST_E4M3, LARGEST_E4M3)
         return clipped_values.astype(VALUE_DTYPE).astype(np.float32) * token_scales
 
 

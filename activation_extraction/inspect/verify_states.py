@@ -36,7 +36,11 @@ from activation_extraction.inspect.compare_states import (
     best_alignments,
     match_hooks,
 )
-from activation_extraction.inspect.draft_files import FINAL_NORM_HOOK, streams_by_number
+from activation_extraction.inspect.draft_files import (
+    FINAL_NORM_HOOK,
+    last_stream_hook,
+    streams_by_number,
+)
 from activation_extraction.inspect.hidden_states import StatesFolder, StoredRow
 from activation_extraction.store.chosen_samples import RecomputeStates
 
@@ -160,11 +164,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     )
     if order_problem_message:
         report_lines.append(order_problem_message)
-    wrong_row_numbers = {
-        wrong_row_number
-        for wrong_row_number in chosen_row_numbers
-        if wrong_row_number not in row_by_number
-    }
+    wrong_row_numbers = set(chosen_row_numbers) - row_by_number.keys()
     report_lines += messages_about_left_out_rows
     for wrong_row_number, id_problem in _wrong_ids(folder, row_by_number):
         wrong_row_numbers.add(wrong_row_number)
@@ -684,13 +684,12 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates)
     expected_hook_name = hook.name
     if not hook.is_certain or actual_hook_name == expected_hook_name:
         return ""
-    last_stream_hook_name = f"blocks.{model.num_layers - 1}.hook_resid_post"
+    last_stream_hook_name = last_stream_hook(model.num_layers)
     if (actual_hook_name, expected_hook_name) == (FINAL_NORM_HOOK, last_stream_hook_name):
         return ", after the final norm instead of before it"
     if (actual_hook_name, expected_hook_name) == (last_stream_hook_name, FINAL_NORM_HOOK):
         return ", before the final norm instead of after it"
-    stream_names = streams_by_number([*_stream_names(model.num_layers)]).values()
-    ordered_hook_names = [*stream_names, FINAL_NORM_HOOK]
+    ordered_hook_names = [*_stream_names(model.num_layers), FINAL_NORM_HOOK]
     index_of_actual_hook = ordered_hook_names.index(actual_hook_name)
     layer_distance = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
     if expected_hook_name == FINAL_NORM_HOOK:
@@ -701,10 +700,11 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates)
         layer_distance -= 1
     late_or_early = "late" if layer_distance > 0 else "early"
     layers_in_words = "one layer" if abs(layer_distance) == 1 else f"{abs(layer_distance)} layers"
-    norm_in_words = ", and without the final norm" if expected_hook_name == FINAL_NORM_HOOK else ""
-    norm_in_words = (
-        ", and after the final norm" if actual_hook_name == FINAL_NORM_HOOK else norm_in_words
-    )
+    norm_in_words = ""
+    if actual_hook_name == FINAL_NORM_HOOK:
+        norm_in_words = ", and after the final norm"
+    elif expected_hook_name == FINAL_NORM_HOOK:
+        norm_in_words = ", and without the final norm"
     return f", {layers_in_words} too {late_or_early}{norm_in_words}"
 
 
