@@ -275,9 +275,9 @@ class SparseMLP(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: Any  # configuration of the model, a ModelConfig
+    config: Any
     dtype: Any
-    compute_expert_sum: ExpertSum  # computes the weighted sums of the routed experts
+    compute_expert_sum: ExpertSum
     layout: Layout
 
     def setup(self) -> None:

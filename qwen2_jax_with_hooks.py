@@ -54,7 +54,7 @@ class HookedModel(nn.Module):
     activation_dtype: Any = jnp.float32
     kernels: Kernels = Kernels()
     layout: Layout = Layout()
-    num_stages: int = 1  # number of pipeline stages, of equally many layers
+    num_stages: int = 1
 
     @property
     def captured_dtype(self) -> Any:

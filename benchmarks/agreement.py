@@ -72,15 +72,10 @@ class Comparison:
             float32 run.
     """
 
-    # One number for each compared document and each hook with activations.
     deviations: list[float] = field(default_factory=list)
-    num_compared_tokens: int = 0  # number of tokens in all compared documents
-    num_rerouted_tokens: int = 0  # number of compared tokens whose experts differ
-    # Number of compared tokens for which the contender's experts differ from the reference's
-    # experts in float32. None if there is no float32 run.
+    num_compared_tokens: int = 0
+    num_rerouted_tokens: int = 0
     num_tokens_with_changed_experts: int | None = 0
-    # Number of compared tokens for which the reference's experts in this dtype differ from the
-    # reference's experts in float32.
     num_reference_tokens_with_changed_experts: int = 0
 
     def add(

@@ -55,9 +55,9 @@ class Way:
         uses_isal: Whether isal compresses the files instead of Python's gzip module.
     """
 
-    pads_batches: bool = False  # whether a batch is several padded documents, not one
+    pads_batches: bool = False
     sorts_by_length: bool = False
-    stores_float32: bool = False  # whether values are float32, not the model's dtype
+    stores_float32: bool = False
     uses_isal: bool = True
 
 

@@ -132,10 +132,9 @@ class Extraction:
         num_starts: Number of times that the extraction was started so far.
     """
 
-    folder: Path  # folder with the logs of the processes and the script that they run
+    folder: Path
     flags: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    # Whether the batch size, the mesh and the number of devices are random at every start.
     varies_settings: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     num_starts: int = 0
@@ -249,7 +248,6 @@ class Sample(NamedTuple):
         activations_by_hook_key: Key of a hook -> activations (tokens, width).
     """
 
-    # Token ids and positions of the sample's stored tokens.
     ids_and_positions: tuple[list[int], list[int]]
     facts: SampleFacts
     activations_by_hook_key: Mapping[Any, Any]

@@ -47,7 +47,7 @@ class Scenario(NamedTuple):
         kept_sample_fraction: Fraction of the samples that pass the filter `where`. 1 for no filter.
     """
 
-    run: Run  # run with a single shard, of which the run that is read contains copies
+    run: Run
     batch_options: dict[str, Any]
     kept_sample_fraction: float = 1.0
 

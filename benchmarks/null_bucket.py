@@ -36,9 +36,9 @@ class StoredObject(NamedTuple):
         content: Bytes of the object. Empty if there are more than MAX_KEPT_BYTES.
     """
 
-    num_bytes: int  # size of the object in bytes
-    generation: int  # generation number, as Google Cloud Storage defines it
-    content: bytes  # bytes of the object; empty if there are more than MAX_KEPT_BYTES
+    num_bytes: int
+    generation: int
+    content: bytes
 
 
 class NullBucketHandler(BaseHTTPRequestHandler):

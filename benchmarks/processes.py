@@ -77,9 +77,9 @@ class FinishedProcess:
 
     stdout: str
     timed_stderr_lines: list[tuple[float, str]]
-    seconds: float  # duration of the process from its start to its end
+    seconds: float
     peak_bytes: int
-    disturbed_fraction: float  # fraction of processor time that other processes used meanwhile
+    disturbed_fraction: float
 
     @property
     def result(self) -> dict[str, Any]:

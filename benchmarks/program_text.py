@@ -123,15 +123,13 @@ class Move(NamedTuple):
             that run while it sends. Pallas kernels are not included.
     """
 
-    kind: str  # "product", "kernel", "collective", "copy" or "rest"
+    kind: str
     name: str
     source: str
     hbm_bytes: int
     sent_bytes: int = 0
-    is_hidden: bool = False  # whether products or kernels run while the instruction sends
+    is_hidden: bool = False
     axes: tuple[str, ...] = ()
-    # Floating-point operations of the matrix products in the instruction, and of the products that
-    # run while the instruction sends.
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":

@@ -544,7 +544,7 @@ class Rate(NamedTuple):
     """
 
     mb_per_second: float
-    core_seconds_per_gb: float  # CPU seconds for each GB that was read
+    core_seconds_per_gb: float
     num_bytes: int
 
 

@@ -46,9 +46,9 @@ class Sent(NamedTuple):
             kernels run.
     """
 
-    mesh_axes: tuple[str, ...]  # names of the mesh axes along which the bytes are sent
-    num_bytes: float  # number of bytes that the device sends along `mesh_axes`
-    overlapped_bytes: float  # bytes that are sent while matrix products or kernels run
+    mesh_axes: tuple[str, ...]
+    num_bytes: float
+    overlapped_bytes: float
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class StepPlan:
         sent_by_axes: Bytes that the device sends along each set of mesh axes.
     """
 
-    flops: float  # floating-point operations of the model and the autoencoders on the device
-    delta_kernel_flops: float  # floating-point operations of the kernel of gated delta nets
+    flops: float
+    delta_kernel_flops: float
     hbm_bytes: float
-    sent_by_axes: tuple[Sent, ...]  # one item for each set of mesh axes
+    sent_by_axes: tuple[Sent, ...]
 
 
 class StepTimes(NamedTuple):
@@ -90,11 +90,11 @@ class StepTimes(NamedTuple):
         exposed: Seconds for sending while nothing else runs.
     """
 
-    products: float  # seconds for the floating-point operations in `StepPlan.flops`
-    kernel: float  # seconds for the operations in `StepPlan.delta_kernel_flops`
+    products: float
+    kernel: float
     hbm: float
-    hidden: float  # seconds for sending that the program overlaps with computing
-    exposed: float  # seconds for sending that the program overlaps with nothing
+    hidden: float
+    exposed: float
 
     @property
     def device(self) -> float:

@@ -72,7 +72,7 @@ class Case(NamedTuple):
         shard_format: "safetensors" or "pickle".
     """
 
-    kind: str  # CODES, or the dtype in which activations are stored
+    kind: str
     num_hooks: int
     shard_format: str
 

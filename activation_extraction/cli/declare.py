@@ -37,9 +37,9 @@ class Variables:
             command line.
     """
 
-    variable_names: tuple[str, ...]  # names of environment variables; the first that is set is used
-    required_flag: str = ""  # flag without which the variables are ignored; "" for none
-    excluding_flags: tuple[str, ...] = ()  # flags with which the variables are ignored
+    variable_names: tuple[str, ...]
+    required_flag: str = ""
+    excluding_flags: tuple[str, ...] = ()
 
     def are_read_with(self, flag_names: Collection[str]) -> bool:
         """Returns whether these environment variables may give a missing flag its value.
@@ -79,13 +79,13 @@ class Flag:
     """
 
     argparse_options: dict[str, Any]
-    group: Group | None = None  # group of the flag in --help
-    needs: str = ""  # names of other flags, of which this flag needs one
-    excluded_flags: tuple[str, ...] = ()  # names of flags that cannot be used with this flag
-    variables: Variables | None = None  # environment variables that replace the missing flag
+    group: Group | None = None
+    needs: str = ""
+    excluded_flags: tuple[str, ...] = ()
+    variables: Variables | None = None
     opposite_name_and_help: tuple[str, str] | None = None
     collect: Callable[[list[Any]], Any] = tuple
-    determines_shards: bool = False  # whether the value of the flag determines stored content
+    determines_shards: bool = False
     may_differ_by_host: bool = False
 
 

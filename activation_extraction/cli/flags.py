@@ -67,8 +67,8 @@ class HubDataset(NamedTuple):
         split: Name of a split, such as train.
     """
 
-    name: str  # name on the hub, such as HuggingFaceFW/fineweb-edu
-    config_name: str  # name of a configuration, such as sample-10BT
+    name: str
+    config_name: str
     split: str
 
 
@@ -934,7 +934,6 @@ class Config:
     model: ModelOptions = part(ModelOptions, MODEL)
     hooks: HookOptions = part(HookOptions, EXTRACT)
     text: TextOptions = part(TextOptions, TEXT)
-    # Flags that determine how a step is computed, such as the dtype, batch size and mesh.
     computing: ComputingOptions = part(ComputingOptions, COMPUTING)
     hosts: HostOptions = part(HostOptions, HOSTS)
     output: OutputOptions = part(OutputOptions, OUTPUT)

@@ -88,13 +88,13 @@ class Codes:
             because files do not contain it.
     """
 
-    indptr: Any  # index in `indices` and `data` of each token's first feature
-    indices: Any  # ids of the stored features of all tokens, one token after the other
-    data: Any  # value of each feature in `indices`
-    error: Any  # squared norm of each token's reconstruction error
-    norm: Any  # norm of each token's activation
+    indptr: Any
+    indices: Any
+    data: Any
+    error: Any
+    norm: Any
     features: int
-    active: np.ndarray | None = None  # number of active features of each token; None if unknown
+    active: np.ndarray | None = None
 
     @classmethod
     def of(cls, records: np.ndarray, features: int, dtype: Any = np.float32) -> "Codes":

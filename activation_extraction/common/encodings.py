@@ -49,7 +49,7 @@ class Float8Array:
     """
 
     values: np.ndarray
-    scales: np.ndarray  # scale of each token, by which its values are multiplied
+    scales: np.ndarray
 
     @classmethod
     def of(cls, x: np.ndarray) -> "Float8Array":

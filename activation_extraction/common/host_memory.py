@@ -34,7 +34,7 @@ class _FileNames(NamedTuple):
     """
 
     limit_file: str
-    usage_file: str  # name of the file with the bytes in use
+    usage_file: str
     reclaimable_field_name: str
 
 
@@ -54,8 +54,8 @@ class _LimitedGroup(NamedTuple):
         used_bytes: Bytes that the group uses, without the file cache that can be reclaimed.
     """
 
-    limit_bytes: int  # largest number of bytes that the control group may use
-    used_bytes: int  # bytes that the control group uses now, without reclaimable file cache
+    limit_bytes: int
+    used_bytes: int
 
 
 class _MountedGroup(NamedTuple):
@@ -69,8 +69,8 @@ class _MountedGroup(NamedTuple):
     """
 
     cgroup_folder: Path
-    mount_folder: Path  # folder where the hierarchy of control groups is mounted
-    file_names: _FileNames  # names of the files in the folders of control groups
+    mount_folder: Path
+    file_names: _FileNames
 
 
 def host_memory() -> int:

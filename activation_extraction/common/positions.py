@@ -45,10 +45,9 @@ class Positions:
         last_of_turn: Whether to keep the last position of each turn.
     """
 
-    start: int | None = None  # first position of the slice; None for the first of the sample
-    stop: int | None = None  # end of the slice, exclusive; None for the end of the sample
-    step: int = 1  # step of the slice of positions
-    # Number of positions to choose at random. None for a rule of another kind.
+    start: int | None = None
+    stop: int | None = None
+    step: int = 1
     num_random_positions: int | None = None
     probability: float | None = None
     seed: int = 0

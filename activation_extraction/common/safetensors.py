@@ -55,7 +55,7 @@ class Tensor:
     """
 
     dtype: np.dtype
-    shape: tuple[int, ...]  # shape of the tensor; (1,) for a scalar
+    shape: tuple[int, ...]
     offset: int
 
     @property
@@ -95,7 +95,7 @@ class Header:
 
     tensors: dict[str, Tensor]
     metadata: Mapping[str, Any]
-    end_offset: int  # offset of the byte after the header
+    end_offset: int
 
 
 def read_header(

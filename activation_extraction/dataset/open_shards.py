@@ -114,7 +114,7 @@ class OpenShards:
 
     url: str
     is_local: bool
-    shards: list[tuple[str, Commit]]  # name of the host's folder, and commit of the shard
+    shards: list[tuple[str, Commit]]
     hooks: ByHook[HookValues]
 
     def __post_init__(self) -> None:

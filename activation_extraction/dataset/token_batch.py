@@ -127,12 +127,12 @@ class TokenBatch:
     """
 
     activations: ByHook[Any]
-    token_ids: Any  # id of each token
-    sample_idx: Any  # number of each token's sample
-    position: Any  # index of each token in its sample
-    role: Any = None  # index in ROLES of each token's role
-    turn: Any = None  # number of each token's turn
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> value for each token
+    token_ids: Any
+    sample_idx: Any
+    position: Any
+    role: Any = None
+    turn: Any = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -309,7 +309,7 @@ class Block(NamedTuple):
     """
 
     tokens: TokenBatch
-    wanted_rows: np.ndarray  # indices of the wanted tokens in `tokens`
+    wanted_rows: np.ndarray
 
 
 def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> None:
@@ -394,9 +394,9 @@ class SampleActivations(SampleFacts):
 
     activations: ByHook[np.ndarray]
     token_ids: np.ndarray
-    position: np.ndarray  # index of each token in the sample
-    role: np.ndarray | None = None  # index in ROLES of each token's role
-    turn: np.ndarray | None = None  # number of each token's turn
+    position: np.ndarray
+    role: np.ndarray | None = None
+    turn: np.ndarray | None = None
 
     def __getitem__(self, hook: str) -> np.ndarray:
         """Returns the values at a hook: an array (tokens, width), or `Codes` at a hook with codes.

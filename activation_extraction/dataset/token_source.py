@@ -85,17 +85,17 @@ class BatchOptions:
     """
 
     size: int
-    hooks: Any = None  # names or globs of the hooks to read; None for all hooks
-    shuffle: int | None = None  # seed of the order; None for the stored order
-    buffer: Any = None  # number of tokens in memory; None for the default of the run
+    hooks: Any = None
+    shuffle: int | None = None
+    buffer: Any = None
     skip_first: int = 0
-    max_norm: Any = None  # one limit, or a dict of limits by hook; None for no limit
-    dtype: Any = None  # dtype of the activations in batches; None for the dtype of the dataset
-    worker: int = 0  # number of this process among `workers`, from 0
+    max_norm: Any = None
+    dtype: Any = None
+    worker: int = 0
     workers: int = 1
-    where: Any = None  # mask of the samples to read, or a function that returns it
-    roles: Any = None  # names of the roles to read; None for all tokens
-    columns: Any = ()  # names of the columns of `samples` that batches contain
+    where: Any = None
+    roles: Any = None
+    columns: Any = ()
 
     def __post_init__(self) -> None:
         norm_limits = (
@@ -187,7 +187,6 @@ class TokenSource:
 
     shards: OpenShards
     options: BatchOptions
-    # Whether the tokens of each sample of the run are wanted; None if all samples are wanted.
     sample_mask: np.ndarray | None = None
 
     @cached_property

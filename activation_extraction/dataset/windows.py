@@ -65,10 +65,10 @@ class Position:
         taken: Number of tokens of this window that are in earlier batches.
     """
 
-    window: int = 0  # number of the window of tokens from which the next batch is cut, from 0
-    chunk: int = 0  # index of the window's first chunk in the list of all chunks
-    row: int = 0  # number of wanted tokens of this first chunk that are in earlier windows
-    taken: int = 0  # number of tokens of the window in earlier batches
+    window: int = 0
+    chunk: int = 0
+    row: int = 0
+    taken: int = 0
 
 
 class Window(NamedTuple):
@@ -85,9 +85,9 @@ class Window(NamedTuple):
         end: Position at which an iteration continues after this window.
     """
 
-    blocks_of_runs: list[tuple[Block, ...]]  # for each run, its blocks in the window
+    blocks_of_runs: list[tuple[Block, ...]]
     token_count: int
-    end: Position  # position after the window
+    end: Position
 
 
 @dataclass
@@ -104,10 +104,10 @@ class Windows:
     """
 
     chunks: Sequence[Chunk]
-    read: Callable[[Chunk], tuple[Block, ...]]  # reads a chunk, and returns a block for each run
+    read: Callable[[Chunk], tuple[Block, ...]]
     num_chunks_read_at_once: int
     max_window_tokens: int
-    seed: int | None  # seed for shuffling a window's tokens; None to keep their order
+    seed: int | None
 
     def beginning(self, begin_position: Position) -> Generator[Window, None, None]:
         """Yields the windows, beginning at a position.

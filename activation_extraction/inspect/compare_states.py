@@ -59,10 +59,8 @@ class Limits:
             both programs compute in float32, so that rounding hardly changes the choice.
     """
 
-    row_error: float  # largest allowed root mean square of the `token_errors` of a row
-    token_error: float  # largest allowed error of a single token
-    # Largest fraction of a row's tokens that may have larger errors, because this program and the
-    # program that stored the row have chosen different experts for these tokens.
+    row_error: float
+    token_error: float
     max_other_expert_fraction: float
 
     @classmethod
@@ -112,8 +110,8 @@ class HookMatch(NamedTuple):
         num_other_expert_tokens: Number of tokens that are left out because of different experts.
     """
 
-    row_error: float  # root mean square of the relative errors of the compared tokens
-    largest_token_error: float  # largest error of a single compared token
+    row_error: float
+    largest_token_error: float
     hook_name: str
     token_offset: int
     num_other_expert_tokens: int
@@ -244,7 +242,7 @@ class Alignment(NamedTuple):
     row_number: int
     hook_name: str
     token_offset: int
-    is_matching_state: np.ndarray  # whether each stored state matches, bool (states,)
+    is_matching_state: np.ndarray
 
     @property
     def num_matching_states(self) -> int:

@@ -58,9 +58,9 @@ class TrainingSample(NamedTuple):
         values_by_hook: The activations by the name of the hook, (tokens, width) each.
     """
 
-    token_ids: np.ndarray  # ids of all tokens of the sample
+    token_ids: np.ndarray
     loss_mask: np.ndarray
-    values_by_hook: ByHook[np.ndarray]  # name of a hook -> activations (tokens, width)
+    values_by_hook: ByHook[np.ndarray]
 
 
 def training_samples(

@@ -25,8 +25,8 @@ class Exported(NamedTuple):
             "3 samples without tokens".
     """
 
-    num_tokens: int  # number of tokens in the exported files
-    omissions: tuple[str, ...] = ()  # phrases about data that the files do not contain
+    num_tokens: int
+    omissions: tuple[str, ...] = ()
 
 
 class ExportFormat(ABC):
@@ -50,15 +50,14 @@ class ExportFormat(ABC):
             that is written at once. None if only memory limits the number.
     """
 
-    flag_value: ClassVar[str]  # value of --export that selects the format
+    flag_value: ClassVar[str]
     needed_package: ClassVar[str]
     accepted_hooks_in_words: ClassVar[str]
     needs_every_token: ClassVar[bool] = False
-    needs_text: ClassVar[bool] = False  # whether chunks contain the text up to each token
+    needs_text: ClassVar[bool] = False
     sample_column_names: ClassVar[tuple[str, ...]] = ()
-    tokens_per_row: ClassVar[int] = 1  # number of tokens in a row of the exported files
-    rows_end_with_samples: ClassVar[bool] = False  # whether samples never share a row
-    # Largest number of tokens that are written at once. None if only memory limits the number.
+    tokens_per_row: ClassVar[int] = 1
+    rows_end_with_samples: ClassVar[bool] = False
     max_tokens_per_chunk: ClassVar[int | None] = None
 
     @abstractmethod

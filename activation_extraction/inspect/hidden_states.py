@@ -65,8 +65,8 @@ class StoredRow:
     """
 
     token_ids: np.ndarray
-    states_by_layer: Sequence[np.ndarray]  # hidden states of each layer, (states, width)
-    scale_of_token: np.ndarray | None = None  # None if the states are not float8
+    states_by_layer: Sequence[np.ndarray]
+    scale_of_token: np.ndarray | None = None
 
     @property
     def dtype(self) -> str:
@@ -129,7 +129,7 @@ class StatesFolder(ABC):
     """
 
     program_name: str
-    first_block_number: int  # number that the program gives to the output of the first block
+    first_block_number: int
 
     def __init__(self, path: Path, path_by_row_number: dict[int, Path]) -> None:
         self.path = path

@@ -69,18 +69,18 @@ class HostState:
     name: str
     machine: int
     host: int
-    state: str  # state of the host, such as "running"
+    state: str
     shards: int = 0
     samples: int = 0
     tokens: int = 0
-    bytes: int = 0  # size of the stored files of activations
-    last_commit: float | None = None  # Unix time of the last commit
-    last_sign: float | None = None  # Unix time of the last write to the folder's log
+    bytes: int = 0
+    last_commit: float | None = None
+    last_sign: float | None = None
     tokens_per_second: float | None = None
-    utilisation: float | None = None  # computed FLOP/s, as a fraction of the devices' peak
-    waited: dict[str, float] = field(default_factory=dict)  # phase of storing -> seconds waited
-    expected_end: float | None = None  # Unix time at which the host will reach its limit
-    share: float | None = None  # fraction of the limit that is stored
+    utilisation: float | None = None
+    waited: dict[str, float] = field(default_factory=dict)
+    expected_end: float | None = None
+    share: float | None = None
 
 
 def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int:
@@ -219,9 +219,9 @@ class Pace(NamedTuple):
         seconds_per_shard: Mean number of seconds per shard.
     """
 
-    tokens_per_second: float  # tokens that the host stores per second
-    samples_per_second: float  # samples that the host stores per second
-    seconds_per_shard: float  # mean time that a shard took
+    tokens_per_second: float
+    samples_per_second: float
+    seconds_per_shard: float
 
 
 def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:

@@ -62,8 +62,8 @@ class ExpectedHook(NamedTuple):
             row match any hook, and `name` is only the hook with the smallest error.
     """
 
-    name: str  # full name of the hook
-    is_certain: bool = True  # whether `name` is certain; it is a guess if no row matches a hook
+    name: str
+    is_certain: bool = True
 
 
 @dataclass

@@ -106,25 +106,23 @@ class Autoencoder:
             sqrt(D)), or "layer_norm" (as in SAELens).
     """
 
-    name: str  # the autoencoder as the user gave it to --encode
-    hook: str  # name of the hook that is read
-    target_hook: str  # name of the hook that is reconstructed
+    name: str
+    hook: str
+    target_hook: str
     hook_name_in_files: str | None
-    W_enc: np.ndarray  # (F, D) for F features and D values of the hook that is read
-    b_enc: np.ndarray  # (F,), one value for each feature
-    W_dec: np.ndarray  # (F, O) for F features and O values of the hook that is reconstructed
-    b_dec: np.ndarray  # (O,), one for each value of the hook that is reconstructed
+    W_enc: np.ndarray
+    b_enc: np.ndarray
+    W_dec: np.ndarray
+    b_dec: np.ndarray
     files: tuple[Path, ...]
     repository: Repository
     dtype: np.dtype
-    k: int | None = None  # largest number of active features of a token; None for no limit
+    k: int | None = None
     uses_relu: bool = True
     threshold: np.ndarray | None = None
-    score_factor: np.ndarray | None = None  # factor of each feature's `pre` in `score`, (F,)
-    # (O, D) for O values of the hook that is reconstructed and D values of the hook that is read.
+    score_factor: np.ndarray | None = None
     W_skip: np.ndarray | None = None
     subtracts_b_dec: bool = False
-    # Normalisation of the input: "none", "constant_norm_rescale" or "layer_norm".
     normalisation: str = "none"
 
     @property
@@ -161,9 +159,9 @@ class AutoencoderFiles:
 
     name: str
     repository: Repository
-    folder_in_repository: str  # with a slash at the end; "" for the top folder
-    layer_digits: str  # the number of the layer as text; "" if it is unknown
-    paths_read: list[Path] = field(default_factory=list)  # local paths of the files read so far
+    folder_in_repository: str
+    layer_digits: str
+    paths_read: list[Path] = field(default_factory=list)
 
     @property
     def path(self) -> str:
@@ -656,10 +654,9 @@ class Format(NamedTuple):
             of the layer; a name without "{}" is the same for all layers.
     """
 
-    # Function that converts an autoencoder of this format to the fields of an `Autoencoder`.
     convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
     config_file: str | None
-    weights_file: str  # name of the file with the tensors; {} stands for the number of the layer
+    weights_file: str
 
 
 FORMATS = (

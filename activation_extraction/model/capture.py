@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     """
 
     kinds: tuple[HookKind, ...]
-    slots_by_kind: tuple[Any, ...]  # for each kind, the indices of its hooks in a buffer
+    slots_by_kind: tuple[Any, ...]
 
     def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
         """Returns a plan for the same kinds of hooks in other layers, for example in one stage.
@@ -72,7 +72,7 @@ class Capture:
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    hooks: tuple[Hook, ...]  # the hooks whose values are captured
+    hooks: tuple[Hook, ...]
     size_of_axis_letter: Mapping[str, int]
     dtype: Any
     layout: Layout

@@ -351,12 +351,11 @@ class _Chunks(NamedTuple):
         state_decay: The fraction of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
-    # Vectors that the tokens would add to the state if it were zero before the chunk.
     added_vectors_from_zero_state: Array
-    rows_to_multiply_by_state: Array  # rows that are multiplied with the state before the chunk
+    rows_to_multiply_by_state: Array
     output_factors: Array
-    decayed_keys: Array  # keys, multiplied by the decay until the end of the chunk
-    state_decay: Array  # fraction of the state that is left after each chunk
+    decayed_keys: Array
+    state_decay: Array
 
 
 def _prepare(

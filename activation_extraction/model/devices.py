@@ -34,11 +34,10 @@ class Chip(NamedTuple):
     """
 
     flops_per_second: float
-    memory_bytes: float  # size of the device's memory
+    memory_bytes: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
     link_count: int
-    # Bytes per second that a device receives from another TPU slice, or another host with GPUs.
     network_bytes_per_second: float
 
 

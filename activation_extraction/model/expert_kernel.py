@@ -76,12 +76,10 @@ class Table(NamedTuple):
     """
 
     used_tile_count: Array
-    expert_by_tile: Array  # number of the expert of each tile
+    expert_by_tile: Array
     row_count_by_tile: Array
-    token_by_row: Array  # index of the token of each row of a tile
+    token_by_row: Array
     weight_by_row: Array
-    # For each row of a group, its number among the rows of all tiles, and its place in the group's
-    # buffer.
     row_numbers_and_places_by_group: Array
     fetch_count_by_group: Array
 

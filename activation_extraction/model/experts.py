@@ -43,10 +43,10 @@ class Stacks(NamedTuple):
         down: The weights of the down projections, (L, E, M, D).
     """
 
-    layer_number: Array  # number of the layer that is computed, () int32
-    gate: Array  # shape (L, E, D, M)
-    up: Array  # shape (L, E, D, M)
-    down: Array  # shape (L, E, M, D)
+    layer_number: Array
+    gate: Array
+    up: Array
+    down: Array
 
 
 # A function that computes experts. It maps (x, routing_weights, chosen_experts, stacks, parts=1) to

@@ -56,7 +56,6 @@ class Family(NamedTuple):
     """
 
     released_models: str
-    # Function that maps (configuration, path of config.json) to the ModelConfig.
     read_config: Callable[[Any, str], ModelConfig]
     is_multimodal: bool = False
 

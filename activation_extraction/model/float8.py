@@ -54,7 +54,7 @@ class Float8Format(NamedTuple):
         scale_dtype_names: The dtypes that scales may have, by their names in safetensors.
     """
 
-    block_size: tuple[int, int] = (128, 128)  # rows and columns of a block
+    block_size: tuple[int, int] = (128, 128)
     scale_dtype_names: tuple[str, ...] = SCALE_DTYPE_NAMES
 
 
@@ -231,7 +231,7 @@ class Scales:
     tensor_shape: Shape
     scales_file: WeightFile
     scales_tensor_name: str
-    values_per_scale: Shape  # number of values that share a scale, for each axis
+    values_per_scale: Shape
 
     @classmethod
     def find(

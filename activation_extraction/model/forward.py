@@ -69,9 +69,9 @@ class Program:
 
     model: HookedModel
     weights: WeightTable
-    rows: HostRows  # shardings of rows and activations
-    batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
-    hooks: dict[Key, Hook]  # the stored hooks by key
+    rows: HostRows
+    batch_shape: tuple[int, int]
+    hooks: dict[Key, Hook]
     encoders: tuple[Encoder, ...]
 
     @property
@@ -181,7 +181,7 @@ class Forward(Program):
     """
 
     checkpoint: Checkpoint
-    kernels: dict[str, Choice]  # field of `Kernels` -> kernel that was chosen for it
+    kernels: dict[str, Choice]
 
     @property
     def adapter_files(self) -> Repository | None:

@@ -65,7 +65,7 @@ class VectorType(NamedTuple):
         dtype: The name of a NumPy dtype, or "float8".
     """
 
-    width: int  # number of values of a token
+    width: int
     dtype: str
 
     @property
@@ -102,16 +102,15 @@ class HookKind:
             tokens in `logits.top_ids`; 1 if every factor has a letter.
     """
 
-    name: str  # canonical name, in which {} stands for the layer
+    name: str
     letters: str
     intermediate_path: str
     modules: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     is_after_layers: bool = False
-    # A layer has the hook if its type contains one of these words. () if every layer has it.
     type_words: tuple[str, ...] = ()
-    dtype: str | None = None  # None for activations, whose dtype the user chooses
-    width_factor: int = 1  # factor of the width that has no letter; 1 if there is none
+    dtype: str | None = None
+    width_factor: int = 1
 
     @property
     def is_prediction(self) -> bool:
@@ -269,8 +268,8 @@ class HookTable:
     """
 
     kinds: tuple[HookKind, ...]
-    layer_types: tuple[str, ...] = ()  # type of each layer; () for a family of models
-    vocabulary_size: int = 0  # number of tokens in the vocabulary; 0 if it is unknown
+    layer_types: tuple[str, ...] = ()
+    vocabulary_size: int = 0
 
     def without_predictions(self) -> "HookTable":
         """Returns the table without the kinds that need logits, for a model without an LM head."""

@@ -48,10 +48,9 @@ class KeptBlock(NamedTuple):
             kept tokens of this host's rows, ordered by row and position.
     """
 
-    # Vector type -> activations of the block's tokens, padded on the second axis.
     activations: dict[VectorType, Array]
-    indices_in_block: np.ndarray  # indices of the kept tokens on axis 1 of `activations`
-    indices_among_kept: np.ndarray  # indices of the block's tokens in all kept tokens
+    indices_in_block: np.ndarray
+    indices_among_kept: np.ndarray
 
 
 class KeptTokens(NamedTuple):
@@ -161,7 +160,7 @@ class _BlockPlan(NamedTuple):
 
     device_token_indices: np.ndarray
     indices_in_block: np.ndarray
-    indices_among_kept: np.ndarray  # indices of the block's tokens in all kept tokens
+    indices_among_kept: np.ndarray
 
 
 def _block_plans(

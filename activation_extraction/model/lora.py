@@ -83,13 +83,10 @@ class Change(NamedTuple):
 
     a_key: str
     b_key: str
-    scale: float  # factor of the product B @ A, by which the tensor changes
-    # Whether the adapter stores the transpose of B under `a_key`, and of A under `b_key`.
+    scale: float
     has_exchanged_factors: bool = False
-    expert_number: int = 0  # number of the changed expert, if A and B contain several
+    expert_number: int = 0
     expert_count: int = 1
-    # Index of the row of B for row 0 of the tensor. It is not 0 if B belongs to several tensors of
-    # the base model together, and this tensor is not the first of them.
     first_row_of_b: int = 0
     is_transposed: bool = False
 

@@ -65,7 +65,6 @@ class Layout:
     """
 
     mesh: Mesh | AbstractMesh | None = None
-    # Reason for the choice of this mesh, for the log; "" if the flags determine the mesh.
     reason_for_mesh: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:

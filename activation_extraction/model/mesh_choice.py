@@ -51,7 +51,7 @@ class MeshChoice(NamedTuple):
         reason_for_mesh: Reason for the choice in one line. "" if the flags determine the mesh.
     """
 
-    shape: dict[str, int]  # name of a mesh axis -> its size
+    shape: dict[str, int]
     reason_for_mesh: str = ""
 
 

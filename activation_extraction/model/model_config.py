@@ -71,8 +71,8 @@ class ExpertsConfig:
     count: int  # number of experts in a layer; also a key in metadata.json
     per_token: int  # number of experts that a token uses; also a key in metadata.json
     # The names of the following fields are also keys in metadata.json, so they must not change.
-    width: int  # intermediate size of an expert
-    shared_width: int  # intermediate size of the shared expert; 0 without one
+    width: int
+    shared_width: int
     renormalise: bool
 
 
@@ -94,11 +94,10 @@ class DeltaNet:
     # The names of these fields are also keys in metadata.json, so they must not change.
     layers: tuple[int, ...]
     key_heads: int
-    values_per_key: int  # number of value heads for each key head
-    key_size: int  # number of dimensions of a key head
-    value_size: int  # number of dimensions of a value head
+    values_per_key: int
+    key_size: int
+    value_size: int
     taps: int
-    # Whether the rows of the checkpoint's input projections are ordered by key head.
     interleaved: bool = False
 
 
@@ -140,27 +139,26 @@ class ModelConfig:
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # width of an MLP; 0 in a family without MLPs
+    intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int  # number of query heads of a layer
-    num_key_value_heads: int  # number of key/value heads of a layer
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
     rope: Rope
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    # The number of tokens that a token sees in layers with a sliding window; None without windows.
     sliding_window: int | None
     sliding_layers: tuple[int, ...]
-    qkv_bias: bool  # whether q_proj, k_proj and v_proj have biases
-    o_bias: bool  # whether o_proj has a bias
-    qk_norm: bool  # whether queries and keys are normalised
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
     q_gate: bool = False
-    norm_offset: float = 0.0  # number that is added to the weights of norms
+    norm_offset: float = 0.0
     experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
-    chunk: int | None = None  # longest row length without dual-chunk attention
+    chunk: int | None = None
     weights: str | None = None  # description of float8 weights; also a key in metadata.json
 
     @property

@@ -71,11 +71,10 @@ class StepRequest:
     model: ModelOptions
     hooks: HookOptions
     computing: ComputingOptions
-    batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
+    batch_shape: tuple[int, int]
     has_several_hosts: bool = False
-    # Bytes of memory of a device; None for the memory of this host's first device.
     device_memory_bytes: float | None = None
-    planned_devices: Sequence[Any] | None = None  # devices of --plan; None for this machine's
+    planned_devices: Sequence[Any] | None = None
     autoencoders: tuple[Autoencoder, ...] = ()
 
 

@@ -38,8 +38,8 @@ class RepositoryKind(NamedTuple):
 
     flag: str
     config_file: str
-    weights_file: str  # name of the only file with weights; "" if this name varies
-    description: str  # kind and library for messages, such as "adapter with PEFT"
+    weights_file: str
+    description: str
 
 
 MODEL = RepositoryKind("--model_path", "config.json", SINGLE_FILE, "model with transformers")

@@ -51,12 +51,9 @@ class Rope:
     # The names of these fields are also keys in metadata.json.
     theta: float
     rope_type: str = "default"
-    factor: float = 1.0  # length of the scaled context divided by the length of the trained one
+    factor: float = 1.0
     attention_factor: float = 1.0
-    # Range of blended frequencies: indices of frequencies with YaRN, numbers of turns with Llama
-    # 3.1. None for other types.
     blended: tuple[float, float] | None = None
-    # Number of tokens in the context before scaling. 0 for types of scaling that do not need it.
     trained: float = 0.0
     share: float = 1.0
     attn_factor: Any = None

@@ -63,8 +63,8 @@ class StepCost(NamedTuple):
     memory_bytes: float
     product_seconds: float
     hbm_seconds: float
-    gather_seconds: float  # duration of gathering weights along the mesh axis fsdp
-    exchange_seconds: float  # duration of exchanging activations between devices
+    gather_seconds: float
+    exchange_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -89,7 +89,7 @@ class CostModel:
 
     model: HookedModel
     weights: WeightTable
-    num_rows: int  # rows in a step, of all hosts together
+    num_rows: int
     row_length: int
     encoders: Sequence[Encoder] = ()
 

@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     """
 
     exact_function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # arguments of `exact_function` and of the kernel to be tried
+    arguments: tuple[Any, ...]
     compared_mask: Array
 
 
@@ -76,8 +76,8 @@ class Choice:
         rejection_reason_by_kernel: Name of a preferred candidate -> reason why it is not used.
     """
 
-    kernel_name: str  # name of the chosen kernel
-    kernel: Callable[..., Array]  # chosen kernel, as a function
+    kernel_name: str
+    kernel: Callable[..., Array]
     rejection_reason_by_kernel: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class TensorSlice(NamedTuple):
 
     axis: int
     start: int
-    axis_size: int  # size of the tensor along `axis`
+    axis_size: int
     is_per_head: bool = False
 
 
@@ -80,10 +80,10 @@ class WeightSpec:
 
     shape: tuple[int, ...]
     logical_axes: tuple[str, ...]
-    hf_names: tuple[str, ...]  # names of the checkpoint's tensors that are stacked
+    hf_names: tuple[str, ...]
     num_stacked_axes: int = 0
     tensor_slice: TensorSlice | None = None
-    has_input_axis_first: bool = False  # whether experts' tensors have the input axis first
+    has_input_axis_first: bool = False
 
     @property
     def reverses_axes(self) -> bool:

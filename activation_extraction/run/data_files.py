@@ -40,9 +40,9 @@ class RecordedFile:
             none.
     """
 
-    name: str  # name of the file, by which stored positions of rows refer to it
-    bytes: int  # number of bytes that the run reads
-    fingerprint: str  # fingerprint of the bytes that the run reads; for a URL, the file's version
+    name: str
+    bytes: int
+    fingerprint: str
 
 
 class DataFiles:

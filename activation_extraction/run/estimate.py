@@ -82,7 +82,7 @@ class PlannedRun:
     """
 
     model_config: Mapping[str, Any]
-    topology: Topology  # planned machine
+    topology: Topology
     request: StepRequest
     token_counts: TokenCounts | None
 

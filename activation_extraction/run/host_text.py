@@ -74,7 +74,7 @@ class Text:
     vocabulary_size: int
     earlier_metadata: Sequence[Mapping[str, Any]] = ()
     source_names: Sequence[str] = ()
-    adapter: Repository | None = None  # files of the LoRA adapter; None without an adapter
+    adapter: Repository | None = None
 
     @cached_property
     def chosen_tokenizer(self) -> ChosenTokenizer | None:

@@ -56,9 +56,8 @@ class Input(Generic[ModelOrText]):
             between hosts if the content is the same.
     """
 
-    name_in_messages: str  # name of the input in messages, such as "model"
+    name_in_messages: str
     identity_field: str
-    # Function that takes the model or the text and returns the value of `identity_field`.
     read_field_value: Callable[[ModelOrText], str]
     flag_names: tuple[str, ...]
     path_flags: tuple[str, ...]

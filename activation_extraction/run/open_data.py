@@ -55,8 +55,8 @@ class Dataset:
     """
 
     sources: tuple[Source, ...]
-    description: str  # "files", the name of a hub data set, or the sources of a mixture
-    revisions: str  # the revision of a hub data set, or names and revisions of several
+    description: str
+    revisions: str
     files: DataFiles = field(default_factory=DataFiles)
 
 

@@ -70,14 +70,13 @@ class Run:
             the last batch, the attribute `result` is the mark at the end of the data.
     """
 
-    config: Config  # configuration of the run, as its user asks for it
+    config: Config
     host: Host
-    watchdog: Watchdog  # guard that ends the process if nothing happens for too long
+    watchdog: Watchdog
     folders: RunFolders
     forward: Forward
-    text: Text  # samples of the data set, and the tokenizer
+    text: Text
     storage: ActivationStorage
-    # Batches of the samples that are not stored yet; the result is the mark at the end of the data.
     batches: Prefetch[Batch, Mark | None]
 
     @property
@@ -235,8 +234,8 @@ class CommitChoice(NamedTuple):
         commit: The commit that the host would use.
     """
 
-    is_new: bool  # whether the run has not recorded this commit yet
-    commit: str  # git commit of the model on the hub
+    is_new: bool
+    commit: str
 
 
 def choose_commit(

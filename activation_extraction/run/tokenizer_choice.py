@@ -35,7 +35,7 @@ class ChosenTokenizer(NamedTuple):
         pretrained_tokenizer: The tokenizer object of transformers, which renders chat templates.
     """
 
-    repository: Repository  # files of the model or the adapter that contain the tokenizer
+    repository: Repository
     pretrained_tokenizer: Any
 
     @property
@@ -54,7 +54,7 @@ class ChosenTemplates(NamedTuple):
     """
 
     repository: Repository
-    source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
+    source_by_name: Mapping[str, str]
 
 
 def choose_tokenizer(

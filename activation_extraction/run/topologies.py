@@ -36,8 +36,8 @@ class ChipKind(NamedTuple):
     """
 
     chip_name: str
-    machine_shapes: str  # shapes of machines with this chip, such as "2x2 4x4"; "" for GPUs
-    number_in_name_per_chip: int  # number in a machine's name per chip; 2 for v4
+    machine_shapes: str
+    number_in_name_per_chip: int
     devices_per_chip: int
 
 
@@ -68,10 +68,10 @@ class Device:
         process_index: The number of the device's host.
     """
 
-    id: int  # the number of the device in its machine
+    id: int
     platform: str
     device_kind: str
-    process_index: int  # the number of the host of the device
+    process_index: int
 
     def memory_stats(self) -> dict[str, float]:
         """Returns the statistics of memory that JAX would report for the device.
@@ -97,9 +97,9 @@ class Topology:
         num_chips: The number of chips on all hosts together.
     """
 
-    name: str  # name of the machine, such as v5e:8x8 or h100-8
+    name: str
     chip_kind: ChipKind
-    num_hosts: int  # number of hosts of the machine
+    num_hosts: int
     num_chips: int
 
     @property

@@ -103,9 +103,9 @@ class Failure(NamedTuple):
             is unknown.
     """
 
-    kind: FailureKind  # kind of the failure, which decides the exception to raise
-    reason: str  # reason in words, for the user
-    http_status: int = 0  # HTTP status of the answer; 0 if it is unknown
+    kind: FailureKind
+    reason: str
+    http_status: int = 0
 
 
 def failure_kind_of(status: int, code: str = "") -> FailureKind:

@@ -63,7 +63,7 @@ class GoogleVersion(str):
             the same content may have the same ETag.
     """
 
-    generation: str  # generation of the object, a condition of Google's writes
+    generation: str
 
 
 class Bucket:

@@ -45,12 +45,11 @@ class BucketKind(NamedTuple):
     """
 
     client_class: Callable[..., Any]
-    # Function that maps the name of a bucket to the arguments of `client_class` by name.
     make_client_arguments: Callable[[str], dict[str, Any]]
     max_request_bytes: int
-    permission_help: str  # text about the permissions that a run needs
-    credential_help: str  # text about the ways to provide credentials
-    address_help: str  # text about the settings of the region and the address
+    permission_help: str
+    credential_help: str
+    address_help: str
 
 
 def _google_settings(bucket: str) -> dict[str, Any]:

@@ -36,9 +36,9 @@ class StoredTokens:
     """
 
     worker: Worker
-    sample_idx: int  # number of the sample in the run
-    token_ids: np.ndarray  # ids of the stored tokens
-    positions: np.ndarray  # positions of the stored tokens in the sample
+    sample_idx: int
+    token_ids: np.ndarray
+    positions: np.ndarray
     mark_before: Mark | None
 
 
@@ -73,7 +73,6 @@ class RunText:
     """
 
     decode_token_ids: Callable[[np.ndarray], str]
-    # Function that reads samples from the data set again. None if the run stores all tokens.
     reread_samples: Reread | None
 
 
@@ -91,8 +90,8 @@ class ChosenSample:
 
     location_in_words: str
     tokens: StoredTokens
-    hooks: Sequence[HookValues]  # descriptions of the hooks of the run
-    values_of_hooks: list[Values]  # stored values of the sample at each of `hooks`
+    hooks: Sequence[HookValues]
+    values_of_hooks: list[Values]
 
 
 class Recompute(NamedTuple):
@@ -107,8 +106,6 @@ class Recompute(NamedTuple):
     """
 
     jax_platform: str
-    # Maps samples to the recomputed values of each sample by hook, or to the reason why a sample
-    # cannot be recomputed.
     compute_values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 
@@ -132,7 +129,6 @@ class RecomputeStates(NamedTuple):
     dtype: str
     has_experts: bool
     requested_hooks: Sequence[str] | None
-    # Maps the token ids of samples to tuples: index of a sample, and hidden states by hook name.
     compute_states: Callable[[Sequence[np.ndarray]], Iterator[tuple[int, Mapping[str, np.ndarray]]]]
 
 

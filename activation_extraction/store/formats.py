@@ -82,9 +82,9 @@ class FileFacts:
 
     bytes: int
     sha256: str
-    version: str | None = None  # version of the file; None if the store has none
-    crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits
-    ranges: RangeChecksums | None = None  # checksums of short ranges of the file
+    version: str | None = None
+    crc32c: str = ""
+    ranges: RangeChecksums | None = None
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "FileFacts":
@@ -171,9 +171,8 @@ class ShardFormat:
     """
 
     suffix: str
-    serialize: Callable[[Shard, str], list[memoryview]]  # its arguments: shard, id of the writer
+    serialize: Callable[[Shard, str], list[memoryview]]
     is_compressed: bool = False
-    # Function of (shard, buffers of its file); None if such files are only read whole.
     checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 
     def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:

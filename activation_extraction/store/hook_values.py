@@ -94,8 +94,8 @@ class Tolerance:
             that may differ, from 0 to 1.
     """
 
-    computing_error: float  # largest relative error that computing the values again explains
-    rounding_error: float  # largest relative error of rounding to the stored dtype
+    computing_error: float
+    rounding_error: float
     max_different_fraction: float
 
     @property
@@ -136,7 +136,7 @@ class HookValues(ABC):
             with a loop of its own determines the dtype.
     """
 
-    key: Key  # key of the hook in pickles: layer number or selected name
+    key: Key
     name: str
     width: int
     stored_dtype: str
@@ -414,7 +414,6 @@ class DenseValues(HookValues):
             numbers: Other float32 numbers, such as entropies and log-probabilities.
     """
 
-    # Meaning of the values, one of the words that the docstring explains.
     meaning: Literal["activations", "integers", "loss", "numbers"] = "activations"
     is_array = True  # users get the values as an array
     is_encoded = False

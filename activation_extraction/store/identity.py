@@ -109,7 +109,7 @@ class Identity:
         worker: Machine and host whose samples are stored.
     """
 
-    model_digest: str = ""  # SHA-256 of the model; "" for a user's program
+    model_digest: str = ""
     lora_digest: str = ""
     autoencoder_digest: str = ""
     tokenizer_digest: str = ""
@@ -121,7 +121,6 @@ class Identity:
     storage: StorageOptions = StorageOptions()
     hooks: tuple[str, ...] = ()
     integer_hooks: tuple[str, ...] = ()
-    # Full names of the hooks with float32 values that are no activations, such as losses.
     float32_hooks: tuple[str, ...] = ()
     code_hooks: tuple[str, ...] = ()
     # For each of `code_hooks`, the largest number of features that are stored for a token. The
@@ -130,7 +129,7 @@ class Identity:
     keyed_by: str | list[str] = "layer"
     dtype: str = ""
     activation_dtype: str = ""
-    top_logits: int = 0  # number of largest logits that are stored for each token
+    top_logits: int = 0
     worker: Worker = Worker()
 
     def __post_init__(self) -> None:
@@ -435,6 +434,5 @@ class RunFacts:
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    # Key of a hook -> facts about the hook by name, such as its aliases.
     hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
-    sources: Sources | None = None  # files of the data set; None if samples come from no files
+    sources: Sources | None = None

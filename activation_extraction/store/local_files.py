@@ -42,7 +42,7 @@ class FileEntry(NamedTuple):
     """
 
     byte_count: int
-    version: str | None = None  # changes with every write; None if the store has no versions
+    version: str | None = None
 
 
 class FolderError(RunError):

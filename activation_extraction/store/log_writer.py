@@ -55,11 +55,9 @@ class RunDescription:
         facts: Further facts about the run and its hooks.
     """
 
-    identity: Identity  # settings and inputs that decide the content of the run's shards
-    hooks: Mapping[Key, str] = field(default_factory=dict)  # key -> full name of the hook
-    # Largest numbers to store, by the names "max_samples" and "max_tokens"; None for no limit.
+    identity: Identity
+    hooks: Mapping[Key, str] = field(default_factory=dict)
     limits: Mapping[str, int | None] = field(default_factory=dict)
-    # Facts that metadata.json records in addition to the identity.
     facts: RunFacts = field(default_factory=RunFacts)
 
     def to_json(self, totals: Totals) -> dict[str, Any]:

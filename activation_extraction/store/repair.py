@@ -107,11 +107,10 @@ class Repair:
             fields. Empty if metadata.json was missing, or if there are no gaps.
     """
 
-    # Number of a shard -> version of its JSON file, None if it has no JSON file.
     withdrawn_json_versions: Mapping[int, str | None]
-    gaps: tuple[int, ...] = ()  # numbers of the missing and bad shards before a good one
+    gaps: tuple[int, ...] = ()
     num_samples_to_read: int | None = None
-    num_samples_to_add: int = 0  # number of samples that a user's program must add again
+    num_samples_to_add: int = 0
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
@@ -211,7 +210,6 @@ class RepairPlanner:
 
     folder: Folder
     identity: Identity
-    # "max_samples" or "max_tokens" -> largest number to store; None for no limit.
     limits: Mapping[str, int | None]
     # Shard number -> result of the last check of this shard.
     _checked_shard_by_number: dict[int, CheckedShard] = field(default_factory=dict)

@@ -64,13 +64,13 @@ class StoragePlan:
     """
 
     commits: list[Commit] = field(default_factory=list)
-    run_id: str | None = None  # id of the run; None if a new run begins
+    run_id: str | None = None
     next_shard_number: int = 1
-    mark: Mark | None = None  # the point from which the run continues
+    mark: Mark | None = None
     is_complete: bool = False
     is_up_to_date: bool = False
-    skipped_rows: int = 0  # number of skipped rows if the run is complete, otherwise 0
-    empty_rows: int = 0  # number of rows without text if the run is complete, otherwise 0
+    skipped_rows: int = 0
+    empty_rows: int = 0
     repair: "Repair | None" = None
 
     @property

@@ -293,8 +293,8 @@ class RunFolders:
 
     worker: Worker
     local_output: Path
-    bucket_url: str | None  # URL of the output folder in a bucket; None if there is no bucket
-    upload_timeout: int  # seconds for which a failing request is repeated
+    bucket_url: str | None
+    upload_timeout: int
 
     @property
     def folder(self) -> Path:

@@ -225,23 +225,23 @@ class Commit:
     """
 
     number: int
-    began: float  # Unix time at which the writing process began
-    mark: Mark | None  # point from which reading continues after this shard
+    began: float
+    mark: Mark | None
     run: str = ""
     owner: str = ""
     url: str = ""
     identity: str = ""
     file: str = ""
-    files: Mapping[str, FileFacts] = field(default_factory=dict)  # file name -> its facts
-    unpacked: int = 0  # bytes of the file of activations before compression
-    first: int = 0  # `sample_idx` of the first sample
-    last: int = 0  # `sample_idx` of the last sample
+    files: Mapping[str, FileFacts] = field(default_factory=dict)
+    unpacked: int = 0
+    first: int = 0
+    last: int = 0
     count: int = 0
     tokens: int = 0
-    hooks: list[dict[str, Any]] = field(default_factory=list)  # description of each hook
+    hooks: list[dict[str, Any]] = field(default_factory=list)
     committed: float = 0.0
     cut_samples: int = 0
-    cut_tokens: int = 0  # number of tokens that were cut off at the ends of samples
+    cut_tokens: int = 0
     empty_samples: int = 0
 
     @property
@@ -425,12 +425,8 @@ class RunLog:
 
     metadata: dict[str, Any] | None = None
     metadata_version: str | None = None
-    # Number of a shard -> its commit in the run that metadata.json names. Without metadata, the
-    # commits of all runs are included.
     commits: dict[int, Commit] = field(default_factory=dict)
-    # Name of a shard's JSON file, a commit or a reservation -> version of this file.
     shard_json_versions: dict[str, str | None] = field(default_factory=dict)
-    # Name of each file in the folder -> its size in bytes.
     file_sizes: dict[str, int] = field(default_factory=dict)
     damaged_files: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)

@@ -46,8 +46,8 @@ class Blocks:
         crc32c: CRC-32C of each block, 8 hexadecimal digits each, concatenated.
     """
 
-    start: int  # offset of the first byte
-    stop: int  # offset after the last byte
+    start: int
+    stop: int
     block_bytes: int
     crc32c: str
 
@@ -68,11 +68,11 @@ class RangeChecksums:
             name of the tensor. Only tensors with one row for each token have checksums.
     """
 
-    front: int  # size in bytes of the beginning of the file, before `token_ids`
-    front_crc32c: str  # CRC-32C of the first `front` bytes of the file
+    front: int
+    front_crc32c: str
     tokens: int
-    consecutive: bool  # whether the positions in every sample are 0, 1, 2 and so on
-    crc32c: Mapping[str, str]  # name of a tensor -> CRC-32C of each of its blocks
+    consecutive: bool
+    crc32c: Mapping[str, str]
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RangeChecksums":

@@ -44,9 +44,9 @@ class ShardSample:
     """
 
     facts: SampleFacts
-    token_ids: np.ndarray | None  # ids of the stored tokens; None if they are unknown
-    positions: np.ndarray  # index in the sample of each stored token
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
+    token_ids: np.ndarray | None
+    positions: np.ndarray
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Shard:
 
     samples: list[ShardSample]
     hooks: Mapping[Key, HookValues]
-    values: Mapping[Key, list[Any]]  # key of a hook -> values of each sample
+    values: Mapping[Key, list[Any]]
 
     @property
     def positions(self) -> list[np.ndarray]:

@@ -58,9 +58,9 @@ class CheckedShard(NamedTuple):
 
     folder_name: str
     commit: Commit
-    problem: str = ""  # message on the first problem; "" if there is none
+    problem: str = ""
     failure: FolderError | None = None
-    sample_idx: np.ndarray | None = None  # numbers of the samples; None if there is a problem
+    sample_idx: np.ndarray | None = None
 
 
 def file_path(folder_name: str, name: str) -> str:

@@ -43,10 +43,10 @@ class Sums:
         largest: Largest Euclidean norm of a token of either kind, float64 ().
     """
 
-    counts: np.ndarray  # number of sinks and number of other tokens, (2,)
-    norms: np.ndarray  # sums of the norms of sinks and of other tokens, (2,)
-    sums: np.ndarray  # sums of the values of sinks and of other tokens, (2, width)
-    squares: np.ndarray  # sums of squared values of sinks and of other tokens, (2, width)
+    counts: np.ndarray
+    norms: np.ndarray
+    sums: np.ndarray
+    squares: np.ndarray
     # Largest Euclidean norm of a token, (). Files store it under the name of this field.
     largest: np.ndarray
 
@@ -159,8 +159,8 @@ class EncodingError:
     """
 
     tokens: int = 0
-    mean: float = 0.0  # mean relative error of the measured tokens
-    worst: float = 0.0  # largest relative error of a measured token
+    mean: float = 0.0
+    worst: float = 0.0
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "EncodingError":
@@ -202,9 +202,9 @@ class CodeSums:
     """
 
     tokens: int = 0
-    features: int = 0  # sum over tokens of the number of stored features
-    cut: int = 0  # sum over tokens of the number of active features that are not stored
-    cut_tokens: int = 0  # number of tokens of which some active features are not stored
+    features: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
     error: float = 0.0
     square: float = 0.0
 
@@ -256,7 +256,7 @@ class SumsOfCodes:
     """
 
     sinks: CodeSums
-    others: CodeSums  # sums over all tokens that are not the first of a sample
+    others: CodeSums
 
     def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
         """Returns the sums over the tokens of `self` and of `other` together."""
@@ -289,12 +289,12 @@ class Statistics:
 
     tokens: int = 0  # number of tokens; also a key in JSON files
     values: int = 0  # number of values of all tokens together; also a key in JSON files
-    overall_mean: float = 0.0  # mean of all values of all tokens
+    overall_mean: float = 0.0
     overall_variance: float = 0.0
-    mean_norm: float = 0.0  # mean Euclidean norm of the tokens' values
-    max_norm: float = 0.0  # largest norm of a token
-    error: ErrorByTokenKind = field(default_factory=dict)  # "sinks" or "others" -> encoding errors
-    codes: dict[str, CodeSums] = field(default_factory=dict)  # "sinks" or "others" -> sums
+    mean_norm: float = 0.0
+    max_norm: float = 0.0
+    error: ErrorByTokenKind = field(default_factory=dict)
+    codes: dict[str, CodeSums] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -402,9 +402,9 @@ class DimensionStatistics:
     """
 
     tokens: int
-    mean: np.ndarray  # mean of the values in each dimension, (width,)
-    variance: np.ndarray  # population variance of the values in each dimension, (width,)
-    mean_norm: float  # mean Euclidean norm of the tokens' values
+    mean: np.ndarray
+    variance: np.ndarray
+    mean_norm: float
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
@@ -441,7 +441,6 @@ class HookStatistics(Statistics):
         load: Function that reads these files and returns the sums over the tokens of all shards.
     """
 
-    # Function that reads the stored sums of every shard, and returns the sums over all tokens.
     load: Callable[[], Sums] = field(repr=False, compare=False)
 
     @property

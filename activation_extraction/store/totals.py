@@ -41,12 +41,11 @@ class Totals:
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
-    skipped_rows: int = 0  # number of rows of the data set that were skipped
+    skipped_rows: int = 0
     empty_rows: int = 0
     cut_samples: int = 0
-    cut_tokens: int = 0  # number of tokens that were cut off at the ends of samples
+    cut_tokens: int = 0
     empty_samples: int = 0
-    # Full name of a hook -> statistics of its values.
     statistics: dict[str, Statistics] = field(default_factory=dict)
 
     @classmethod

@@ -28,9 +28,9 @@ class Worker:
         hosts: Number of hosts of the machine.
     """
 
-    machine: int = 0  # number of the machine, from 0
+    machine: int = 0
     machines: int = 1
-    host: int = 0  # number of the host in its machine, from 0
+    host: int = 0
     hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
@@ -87,11 +87,11 @@ class Sample:
             stored.
     """
 
-    facts: SampleFacts  # number, row and other facts of the sample
-    token_ids: np.ndarray  # token ids of the sample, (tokens,)
+    facts: SampleFacts
+    token_ids: np.ndarray
     mark: Mark
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
-    kept_positions_or_none: np.ndarray | None = None  # kept positions; None if all tokens are kept
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    kept_positions_or_none: np.ndarray | None = None
 
     @property
     def number(self) -> int:
@@ -133,7 +133,7 @@ class PlacedSample(NamedTuple):
     sample: Sample
     row_index: int
     start_in_row: int
-    mark: Mark  # mark from which a run can continue once this and all earlier samples are stored
+    mark: Mark
 
     @property
     def stop(self) -> int:
@@ -156,11 +156,11 @@ class Batch:
             activations of all tokens are stored.
     """
 
-    token_ids: np.ndarray  # token ids, (B, T); 0 for padding
-    segment_ids: np.ndarray  # number of each token's sample in its row, (B, T)
-    positions: np.ndarray  # position of each token in its sample, (B, T)
+    token_ids: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
     samples: tuple[PlacedSample, ...]
-    kept_mask: np.ndarray | None = None  # mask of kept tokens, (B, T); None if all are kept
+    kept_mask: np.ndarray | None = None
 
     @property
     def lengths(self) -> list[int]:

@@ -277,8 +277,8 @@ class ChatTemplate:
     """
 
     tokenizer: Any
-    source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
-    flag_and_path: str  # flag that names the templates, and its value, for messages
+    source_by_name: Mapping[str, str]
+    flag_and_path: str
     value_by_argument: Mapping[str, Any]
 
     @classmethod

@@ -75,8 +75,8 @@ class ReadRow(NamedTuple):
     """
 
     document: Document | None
-    skip_reason: str  # position and reason, if the row is skipped; otherwise ""
-    state: dict[str, Any]  # the state from which reading can continue with the next row
+    skip_reason: str
+    state: dict[str, Any]
 
 
 class RowCounts(NamedTuple):

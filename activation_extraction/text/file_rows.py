@@ -72,9 +72,9 @@ class DataFile:
     """
 
     url: str
-    name: str  # path relative to the folder of the data set
+    name: str
     byte_count: int
-    version: str = ""  # checksum, version or modification time of the content; "" if unknown
+    version: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -212,7 +212,7 @@ class Compression(NamedTuple):
         magic: First bytes of a compressed file, by which the compression is recognised.
     """
 
-    codec: str  # name of the codec in fsspec and in messages
+    codec: str
     magic: bytes
 
 
@@ -234,8 +234,8 @@ class OtherFormat(NamedTuple):
         remedy: Advice on what to do with the file, such as "extract it", for messages.
     """
 
-    description: str  # predicate for the file, such as "is a zip archive"
-    remedy: str  # advice for the user, such as "extract it"
+    description: str
+    remedy: str
 
 
 LFS_POINTER = OtherFormat(

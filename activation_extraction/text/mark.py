@@ -31,16 +31,12 @@ class Mark:
         tokens: Number of tokens before the mark whose activations are stored.
     """
 
-    samples: int  # the number of samples before the mark
-    # The number of samples to skip after the data was opened at `stream`, because they are before
-    # the mark.
+    samples: int
     skip: int = 0
-    skipped_rows: int = 0  # the number of unusable rows before the mark
-    empty_rows: int = 0  # the number of rows without tokens before the mark
-    # The place in the data where the chunk of rows starts that contains the row of the next sample,
-    # as a JSON object.
+    skipped_rows: int = 0
+    empty_rows: int = 0
     stream: Mapping[str, Any] = field(default_factory=dict)
-    tokens: int = 0  # the number of stored tokens before the mark
+    tokens: int = 0
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Mark":

@@ -34,7 +34,7 @@ class TextColumn:
         column_name: Name of the column.
     """
 
-    activity: ClassVar = "reading"  # words before the position of a row in the log
+    activity: ClassVar = "reading"
     column_name: str
 
     @property
@@ -85,9 +85,9 @@ class IdsColumn:
         vocabulary_size: Number of token ids that the model has.
     """
 
-    activity: ClassVar = "reading"  # words before the position of a row in the log
+    activity: ClassVar = "reading"
     column_name: str
-    mask_column: str  # name of the column with masks of 0 and 1; "" for no mask
+    mask_column: str
     vocabulary_size: int
 
     @property
@@ -193,8 +193,8 @@ class ArcTask:
             the prompt without a template.
     """
 
-    activity: ClassVar = "reading"  # words before the position of a row in the log
-    template: ChatTemplate | None = None  # template of the prompt; None to use it unchanged
+    activity: ClassVar = "reading"
+    template: ChatTemplate | None = None
 
     @property
     def columns(self) -> Columns:

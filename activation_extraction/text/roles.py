@@ -43,7 +43,7 @@ class Turn(NamedTuple):
     """
 
     role: str
-    messages: list[dict[str, Any]]  # messages in the turn, usually one
+    messages: list[dict[str, Any]]
 
 
 def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bool) -> list[Span]:

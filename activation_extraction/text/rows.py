@@ -62,7 +62,7 @@ class SourceRow:
     """
 
     location_in_words: str
-    stored_position: dict[str, Any]  # position of the row in the data, as samples store it
+    stored_position: dict[str, Any]
     read_columns: Callable[[], dict[str, Any]]
 
 
@@ -76,7 +76,7 @@ class Span(NamedTuple):
     """
 
     start_offset: int
-    role_index: int  # index in ROLES
+    role_index: int
     turn_number: int
 
 
@@ -93,10 +93,9 @@ class Content:
             None if the activations of all tokens may be stored.
     """
 
-    text: str = ""  # text of the document; "" for token ids
-    spans: Sequence[Span] = ()  # spans of the text with their roles
+    text: str = ""
+    spans: Sequence[Span] = ()
     token_ids: np.ndarray | None = None
-    # Mask of the tokens whose activations may be stored, bool (tokens,). None for all tokens.
     storable_token_mask: np.ndarray | None = None
 
 

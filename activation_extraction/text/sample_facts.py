@@ -43,8 +43,8 @@ class SampleFacts:
     row: Mapping[str, Any] | None = None
     doc_id: DocId = None
     text_preview: str = ""
-    cut: int = 0  # number of tokens left out at the end of the document
-    columns: Mapping[str, Any] = field(default_factory=dict)  # name of a column -> JSON value
+    cut: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ class StoredSample:
         tokens: Number of tokens whose activations are stored, which may be 0.
     """
 
-    facts: SampleFacts  # number, row and other facts of the stored sample
-    tokens: int  # number of stored tokens of the sample
+    facts: SampleFacts
+    tokens: int

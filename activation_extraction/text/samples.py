@@ -60,7 +60,7 @@ class SampleSettings:
 
     max_sample_tokens: int
     splits_documents: bool = False
-    overlap: int = 0  # number of tokens of a piece that the next piece repeats
+    overlap: int = 0
     token_choice: TokenChoice = TokenChoice()
     special_tokens: SpecialTokens = SpecialTokens()
 

@@ -30,7 +30,7 @@ class TokenChoice:
     """
 
     positions: Positions = Positions()
-    dropped_ids: tuple[int, ...] = ()  # ids of tokens that are never kept
+    dropped_ids: tuple[int, ...] = ()
     roles: tuple[str, ...] = ()
 
     def __str__(self) -> str:

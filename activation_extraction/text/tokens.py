@@ -57,9 +57,8 @@ class Tokens:
 
     ids: np.ndarray
     num_document_tokens: int
-    # For each token, the index of its first character in the text; None if it was not computed.
     start_offsets: np.ndarray | None = None
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class SpecialTokens:
 
     front_token_ids: tuple[int, ...] = ()
     end_token_ids: tuple[int, ...] = ()
-    description: str = ""  # description of these tokens, such as "text + <|endoftext|>"
+    description: str = ""
 
     def __len__(self) -> int:
         return len(self.front_token_ids) + len(self.end_token_ids)
