@@ -88,11 +88,11 @@ def carry_out(config: Config) -> int:
     leave_out_absent_tpu()
     if config.list_hooks:
         return show_hooks(config)
-    if config.planning.plan is not None:
+    if config.plan_options.plan is not None:
         return print_estimate(config)
-    if config.looking.export is not None:
+    if config.inspection_options.export is not None:
         return look(config, load_text=partial(load_text, config))
-    return recompute_some(config) if config.looking.requested else extract(config)
+    return recompute_some(config) if config.inspection_options.requested else extract(config)
 
 
 def extract(config: Config) -> int:
@@ -109,7 +109,7 @@ def extract(config: Config) -> int:
         InputError: If the flags or the files that they name cannot be used.
         RunError: If something fails after the inputs have been checked.
     """
-    host_options = config.hosts
+    host_options = config.host_options
     if host_options.total_machines > 1:
         log.info("machine %d of %d", host_options.machine_id, host_options.total_machines)
     elif task_variable_name := task_without_machine(config):
@@ -120,7 +120,7 @@ def extract(config: Config) -> int:
         )
     host = join_hosts(config)
     watchdog = Watchdog(host_options.stall_timeout)
-    remedy_in_words = how_to_continue(host.num_hosts, config.storage.overwrite)
+    remedy_in_words = how_to_continue(host.num_hosts, config.storage_options.overwrite)
     with explain_abort(host, f"committed shards are safe; {remedy_in_words}"):
         with device_errors():
             run = prepare(config, host, watchdog)
@@ -255,7 +255,7 @@ def open_output(run: Run) -> Run:
         RunError: If another process is writing to the folder, or if the folder is not writable.
     """
     prepared_plan = run.storage.plan
-    if run.config.storage.overwrite:
+    if run.config.storage_options.overwrite:
         run.folders.remove_totals()
     run.storage.open()
     current_plan = run.storage.plan
@@ -398,14 +398,16 @@ def show_hooks(config: Config) -> int:
     if config.demo:
         model_config = parse_model_config(MODEL_CONFIG)
     else:
-        checkpoint = Checkpoint(config.model.model_path, config.model.model_revision)
+        checkpoint = Checkpoint(
+            config.model_options.model_path, config.model_options.model_revision
+        )
         model_config = read_model_config(checkpoint.file("config.json"))
         tensor_names_of_local_checkpoint = checkpoint.local_tensors()
-        check_adapter(config.model.lora)
+        check_adapter(config.model_options.lora)
     request_to_list_hooks = step_request(config)
     _, activation_dtype = choose_dtypes(request_to_list_hooks, jax.default_backend())
     _, encoders = choose_hooks(request_to_list_hooks, model_config)
-    hooks_of_model = hook_table(model_config, config.hooks.top_logits)
+    hooks_of_model = hook_table(model_config, config.hook_options.top_logits)
     special_tokens = known_special_tokens(config)
     if (
         tensor_names_of_local_checkpoint is not None
@@ -413,7 +415,7 @@ def show_hooks(config: Config) -> int:
         and not model_config.tie_word_embeddings
     ):
         hooks_of_model = hooks_of_model.without_predictions()
-    position_rule, row_length = config.text.positions, config.text.max_seq_length
+    position_rule, row_length = config.text_options.positions, config.text_options.max_seq_length
     say(
         *list_hooks(
             hooks_of_model, model_config, activation_dtype, position_rule, row_length, encoders
@@ -438,7 +440,9 @@ def recompute_some(config: Config) -> int:
             used another model or other data, or if the hidden states do not fit the model.
     """
     use_compilation_cache(
-        config.computing.compilation_cache, Path(config.output.output_dir), several_hosts=False
+        config.computing_options.compilation_cache,
+        Path(config.output_options.output_dir),
+        several_hosts=False,
     )
     return look(
         config,
@@ -460,9 +464,9 @@ def join_hosts(config: Config) -> Host:
         InputError: If there is no pod, or if its hosts cannot work together.
         RunError: If the other hosts do not answer in time.
     """
-    if not config.hosts.multihost:
+    if not config.host_options.multihost:
         return Host()
     log.info("joining the other hosts")
-    joined_host = join(config.hosts)
-    start_logging(config.verbose, config.hosts.machine_id, joined_host.id)
+    joined_host = join(config.host_options)
+    start_logging(config.verbose, config.host_options.machine_id, joined_host.id)
     return joined_host

@@ -79,10 +79,10 @@ def _carry_out(config: "Config") -> int:
     from activation_extraction.common.errors import InputError, install_extra
     from activation_extraction.common.log import start_logging
 
-    host_options = config.hosts
+    host_options = config.host_options
     host_number = host_options.host_id if host_options.multihost else 0
     start_logging(config.verbose, host_options.machine_id, host_number)
-    if config.looking.requested and not config.looking.needs_model:
+    if config.inspection_options.requested and not config.inspection_options.reads_model_files:
         from activation_extraction.inspect.look import look
 
         return look(config)

@@ -62,8 +62,8 @@ def main() -> None:
     program = prepare_model(step_request(extraction_options))
     num_rows, row_length = program.batch_shape
     token_ids_of_documents = tokenise(
-        Path(extraction_options.model.model_path),
-        Path(str(extraction_options.text.dataset_path)),
+        Path(extraction_options.model_options.model_path),
+        Path(str(extraction_options.text_options.dataset_path)),
         row_length,
     )
     packed_batches = list(pack(samples_of(token_ids_of_documents), num_rows, row_length))

@@ -187,7 +187,7 @@ def main() -> None:
             for input_name, flags in flags_of_input_name.items():
                 extraction_options = parse_args(flags.split())
                 tokens_per_second = measure(
-                    extraction_options.text, parsed_flags.tokenizer or data_folder
+                    extraction_options.text_options, parsed_flags.tokenizer or data_folder
                 )
                 tokens_per_second_of_rounds_by_input[input_name].append(tokens_per_second)
                 print(f"{input_name}: {tokens_per_second:,.0f} tokens/s", flush=True)

@@ -160,4 +160,4 @@ def test_what_is_typed_or_in_a_variable_has_its_value(typed, field, value, monke
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
     config = parse_args(words[len(variables) :])
-    assert {**config.values, "bucket_url": config.output.bucket_url}[field] == value
+    assert {**config.values, "bucket_url": config.output_options.bucket_url}[field] == value

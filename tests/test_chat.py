@@ -306,7 +306,7 @@ def test_bad_flags_end_with_one_line(model, tmp_path, capsys):
         assert_refused(capsys, tmp_path, flags, why)
 
 
-ASKED = parse_args(["--messages_column", "messages"]).text
+ASKED = parse_args(["--messages_column", "messages"]).text_options
 PLAIN = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}

@@ -58,7 +58,7 @@ def change(folder, command):
 def opened(folder, asked="folder", earlier=()):
     """The text of a run whose hosts have stored this metadata, with the data set opened."""
     flags = [flag.format(folder) for flag in ASKED[asked]]
-    text = Text(parse_args(flags).text, Checkpoint("none"), 0, earlier)
+    text = Text(parse_args(flags).text_options, Checkpoint("none"), 0, earlier)
     assert text.dataset.files.files
     return text
 
@@ -138,7 +138,7 @@ def test_a_data_set_of_the_hub_is_continued_by_the_same_datasets(flags, named, d
     config = parse_args(flags.format(data.parent).split())
 
     def start(earlier):
-        return Text(config.text, Checkpoint("none"), 0, earlier).dataset
+        return Text(config.text_options, Checkpoint("none"), 0, earlier).dataset
 
     first = start([])
     identity = Identity(data=first.description, data_revision=first.revisions).to_json()

@@ -253,8 +253,8 @@ AS_FLAGS = {
 def test_every_variable_is_a_flag(hosts):
     """extract_activations.py itself says so."""
     config = parse_args(typed(**WORDS, **OTHERS, **hosts))
-    assert config.hosts.multihost == (hosts is HOSTS)
-    for name, value in (WORDS | (hosts if config.hosts.multihost else {})).items():
+    assert config.host_options.multihost == (hosts is HOSTS)
+    for name, value in (WORDS | (hosts if config.host_options.multihost else {})).items():
         assert str(config.values[name.lower()]) == value
     assert {name: config.values[name] for name in AS_FLAGS} == AS_FLAGS
 
@@ -267,7 +267,7 @@ def test_words_are_quoted_and_flags_go_behind_the_variables():
     given = typed("--", "--multihost", "--hook", *ODD, **variables)
     assert given[-1 - len(ODD) :] == ["--hook", *ODD]
     assert "--" not in given and given.count("--multihost") == 1
-    assert parse_args(given[: -2 - len(ODD)]).hooks.layers_to_extract == (12, 18)
+    assert parse_args(given[: -2 - len(ODD)]).hook_options.layers_to_extract == (12, 18)
     done = launch("--model_path", "other", **words(f"{BOTH} NUM_HOSTS=1 PYTHON=echo"))
     command = f"{REPOSITORY}/extract_activations.py --model_path m --output_dir o"
     assert done.stdout == f"{command} --model_path other\n"

@@ -53,7 +53,7 @@ def test_variables_say_which_machine_this_is(
     if isinstance(expected, str):
         return assert_refused(capsys, tmp_path, flags.split(), expected)
     config = parse_args(flags.split())
-    assert (config.hosts.machine_id, config.hosts.total_machines) == expected
+    assert (config.host_options.machine_id, config.host_options.total_machines) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ JOIN = """
 import jax
 from activation_extraction.cli.config import parse_args
 from activation_extraction.run.hosts import join
-join(parse_args(["--multihost", "--connect_timeout", "60"]).hosts)
+join(parse_args(["--multihost", "--connect_timeout", "60"]).host_options)
 print(jax.config._read("jax_cuda_visible_devices"))
 """
 

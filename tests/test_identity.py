@@ -176,13 +176,13 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field, m
 def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
     folder, flags = started
     config = parse_args([*map(str, flags[:2])])
-    assert config.text.dataset_path is None
+    assert config.text_options.dataset_path is None
     metadata = read_metadata(Folder(str(folder / "out")))
     metadata["identity"]["positions"] = "every:2"  # otherwise, shards have all token ids
 
     def load(path, **other):
-        options = replace(config.text, dataset_path=path)
-        return load_for_recomputing(replace(config, text=options), {**metadata, **other})
+        options = replace(config.text_options, dataset_path=path)
+        return load_for_recomputing(replace(config, text_options=options), {**metadata, **other})
 
     gone = {**metadata["configuration"], "mix": [["gone.jsonl", 1.0]]}
     data = str(flags[flags.index("--dataset_path") + 1])

@@ -94,7 +94,7 @@ def flags_of(case, data):
 
 def text_of(case, data):
     config = parse_args([str(flag) for flag in flags_of(case, data)])
-    return Text(config.text, Checkpoint(config.model.model_path), VOCABULARY)
+    return Text(config.text_options, Checkpoint(config.model_options.model_path), VOCABULARY)
 
 
 def read(text, worker=None, **limits):

@@ -47,7 +47,7 @@ def stored(demo_inputs, tmp_path_factory):
 )
 def test_kept_tokens_have_the_values_of_the_whole(kept, mesh, stored, demo_inputs):
     out, whole = stored(*kept, *mesh), stored("--no_data_parallel")
-    options = parse_args([*kept, *mesh]).text
+    options = parse_args([*kept, *mesh]).text_options
     allowed = rounding_of_run(whole, demo_inputs / "model")
     choice, length = TokenChoice(options.positions, options.drop_token_ids), options.max_seq_length
     found, dataset, every = records_of(out), ActivationDataset(out), []

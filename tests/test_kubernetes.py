@@ -70,6 +70,6 @@ def test_machines_of_one_host_and_of_several(monkeypatch, accelerator, topology,
         is_index = source["fieldRef"]["fieldPath"] == index
         monkeypatch.setenv(variable["name"], "3" if is_index else variable["value"])
     config = parse_args(container["args"])
-    assert config.hosts.multihost == (hosts > 1)
-    assert (config.hosts.machine_id, config.hosts.total_machines) == (3, 256)
-    assert config.output.bucket_url == "gs://my-bucket/run-1"
+    assert config.host_options.multihost == (hosts > 1)
+    assert (config.host_options.machine_id, config.host_options.total_machines) == (3, 256)
+    assert config.output_options.bucket_url == "gs://my-bucket/run-1"

@@ -390,7 +390,7 @@ def chosen(base, lora, column):
     flags = ["--lora", str(lora), f"--{column}_column", column, "--dataset_path", "x.jsonl"]
     checkpoint = Checkpoint(str(base))
     checkpoint.adapter = LoraAdapter(str(lora), checkpoint, tied=True)
-    options = parse_args(["--model_path", str(base), *flags]).text
+    options = parse_args(["--model_path", str(base), *flags]).text_options
     return Text(options, checkpoint, CHAT_VOCABULARY, adapter=checkpoint.adapter.repository)
 
 

@@ -24,7 +24,7 @@ SLICES = {  # a rule, the slice, how it is recorded
 
 
 def choice_of(flags):
-    options = parse_args(flags.split()).text
+    options = parse_args(flags.split()).text_options
     return TokenChoice(options.positions, options.drop_token_ids)
 
 

@@ -93,5 +93,5 @@ def test_what_a_host_runs(read, tmp_path, kind):
     assert run[0] == str(REPOSITORY / "extract_activations.py")
     assert run[1 : len(flags) + 2] == [*flags, "--model_path"]
     config = parse_args(run[1:])
-    assert (config.hosts.machine_id, config.hosts.total_machines) == (17, 256)
-    assert config.output.bucket_url == "gs://my-bucket/run-1"
+    assert (config.host_options.machine_id, config.host_options.total_machines) == (17, 256)
+    assert config.output_options.bucket_url == "gs://my-bucket/run-1"

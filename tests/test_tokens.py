@@ -196,7 +196,7 @@ def test_conversations_and_given_ids_get_nothing(asked, models, texts):
         text = chat if "messages" in asked else row["text"]
         due = reference(text, add_special_tokens=False).input_ids
     config = parse_args(["--dataset_path", str(path), "--max_seq_length", "1000", *asked.split()])
-    text = Text(config.text, Checkpoint(str(models[BOTH])), VOCABULARY)
+    text = Text(config.text_options, Checkpoint(str(models[BOTH])), VOCABULARY)
     (sample,) = samples(text.documents(Worker()), text.tokenizer, text.sample_settings)
     assert sample.token_ids.tolist() == due
 

@@ -24,10 +24,10 @@ from activation_extraction.cli.flags import (
     DEMO_MAX_SEQ_LENGTH,
     FLAGS,
     GROUPS,
-    LOOKING,
+    INSPECTION_FLAGS,
     MODES,
     Config,
-    LookingOptions,
+    InspectionOptions,
     TextOptions,
 )
 from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
@@ -309,10 +309,12 @@ def task_without_machine(config: Config) -> str | None:
         The name of the environment variable that contains the number of this task. None if there
         are several machines, or if no scheduler has numbered this task.
     """
-    if config.hosts.total_machines > 1:
+    if config.host_options.total_machines > 1:
         return None
     for variable_name in ARRAY_VARIABLES:
-        contains_host_number = variable_name == "JOB_COMPLETION_INDEX" and config.hosts.multihost
+        contains_host_number = (
+            variable_name == "JOB_COMPLETION_INDEX" and config.host_options.multihost
+        )
         if os.environ.get(variable_name) and not contains_host_number:
             return variable_name
     return None
@@ -347,7 +349,7 @@ def _refuse_conflicts(values: Values) -> None:
             raise InputError("--verify_samples: needs --model_path")
         inspection_flag_names = [
             inspection_flag_name
-            for inspection_flag_name in LOOKING
+            for inspection_flag_name in INSPECTION_FLAGS
             if inspection_flag_name in values
         ]
         for flag_name in ("model_revision", "lora", "encode"):
@@ -409,7 +411,7 @@ def _dependent_values(values: Values) -> Values:
         "compress_shards": is_compressible and values.get("compress_shards", True),
     }
     if recomputes_samples:
-        default_verify_samples = LookingOptions.verify_samples
+        default_verify_samples = InspectionOptions.verify_samples
         value_by_dependent_flag["verify_samples"] = values.get(
             "verify_samples", default_verify_samples
         )
@@ -435,17 +437,20 @@ def _check_values(config: Config) -> None:
     Raises:
         InputError: If values are inconsistent.
     """
-    output_options = config.output
-    storage_options = config.storage
-    host_options = config.hosts
-    if "://" in output_options.output_dir and not config.looking.requested:
+    output_options = config.output_options
+    storage_options = config.storage_options
+    host_options = config.host_options
+    if "://" in output_options.output_dir and not config.inspection_options.requested:
         raise InputError(
             f"--output_dir {output_options.output_dir}: is a URL, expected a local folder; "
             "to store shards in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
-    if config.hooks.activation_dtype == "float8" and storage_options.shard_format != "safetensors":
+    if (
+        config.hook_options.activation_dtype == "float8"
+        and storage_options.shard_format != "safetensors"
+    ):
         raise InputError("--activation_dtype float8: needs --shard_format safetensors")
-    _check_text(config.text)
+    _check_text(config.text_options)
     waiting_shards_gb = storage_options.waiting_shards_gb
     min_waiting_shards_gb = 2 * storage_options.shard_size_gb
     if waiting_shards_gb is not None and waiting_shards_gb < min_waiting_shards_gb:

@@ -74,13 +74,13 @@ class HubDataset(NamedTuple):
 
 DEFAULT_DATASET = HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
 DEMO_MAX_SEQ_LENGTH = 256  # the default of --max_seq_length with --demo, in tokens
-LOOKING = ("status", "verify", "report", "export")  # flags that look at a stored run
+INSPECTION_FLAGS = ("status", "verify", "report", "export")  # flags that inspect a stored run
 # Flags that select an action. At most one of them may be given, except that --plan and --overwrite
 # may be given together.
-MODES = (*LOOKING, "repair", "overwrite", "list_hooks", "plan")
+MODES = (*INSPECTION_FLAGS, "repair", "overwrite", "list_hooks", "plan")
 # If one of these flags is given, MACHINE_ID and TOTAL_MACHINES are ignored, because the command
 # does not read a machine's own share of the data.
-WITHOUT_SHARES = (*LOOKING, "plan", "list_hooks", "demo")
+WITHOUT_SHARES = (*INSPECTION_FLAGS, "plan", "list_hooks", "demo")
 GIGABYTE = 10**9  # the number of bytes in a GB
 # The largest default of --waiting_shards_gb in bytes, unless two shards need more.
 MAX_WAITING_BYTES = 16 * GIGABYTE
@@ -108,7 +108,7 @@ PLAN = Group(
     "started. This needs neither weights nor data nor an accelerator, only the model's "
     "config.json. The sizes of released Qwen models are known even if the hub cannot be reached",
 )
-LOOK = Group(
+INSPECTION = Group(
     "looking at a run",
     "these flags extract nothing. They look at the run in the bucket if --upload_to_gcs is given, "
     "otherwise at the run in --output_dir, which may be a URL here",
@@ -125,7 +125,7 @@ GROUPS = (
     OUTPUT,
     UPLOAD,
     PLAN,
-    LOOK,
+    INSPECTION,
     GENERAL,
 )
 
@@ -754,13 +754,14 @@ class StorageOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The machine for which --plan estimates a run, with its speed and its price.
+    """The accelerators for which --plan estimates a run, with their speed and their price.
 
     The help texts of the flags describe the fields. A field is described here if its value differs
     from the text after the flag.
 
     Attributes:
-        plan: Name of the machine; None if no run is estimated.
+        plan: Topology (the type and the number of the accelerator chips), as the user has written
+            it, such as v5e:8x8 or h100-8; None without --plan.
     """
 
     plan: str | None = flag(
@@ -797,8 +798,8 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
-class LookingOptions:
-    """The actions for a stored run.
+class InspectionOptions:
+    """The flags that inspect a stored run, instead of extracting activations.
 
     The help texts of the flags describe the fields. A field is described here if its value differs
     from the text after the flag.
@@ -894,8 +895,11 @@ class LookingOptions:
         return self.status or self.verify or self.report is not None or self.export is not None
 
     @property
-    def needs_model(self) -> bool:
-        """Returns whether --verify needs the model, or --export needs its tokenizer."""
+    def reads_model_files(self) -> bool:
+        """Returns whether the command reads files of the model.
+
+        --verify reads the weights to recompute samples, and --export nla reads the tokenizer.
+        """
         return self.verify_samples > 0 or self.export == "nla"
 
 
@@ -920,26 +924,26 @@ class Config:
     help texts describe the flags.
 
     Attributes:
-        model: The model and its dtype.
-        hooks: The hooks whose activations or codes are stored.
-        text: The text that the model reads, and the choice of stored tokens.
-        computing: The way in which steps are computed.
-        hosts: The number of this process among the machines and hosts.
-        output: The folders in which the shards are stored.
-        storage: The options for storing activations.
-        planning: The machine for which --plan estimates the run.
-        looking: The actions for a stored run.
+        model_options: The model and its dtype.
+        hook_options: The hooks whose activations or codes are stored.
+        text_options: The text that the model reads, and the choice of stored tokens.
+        computing_options: The way in which steps are computed.
+        host_options: The number of this process among the machines and hosts, and timeouts.
+        output_options: The folders in which the shards are stored.
+        storage_options: The options for storing activations.
+        plan_options: The accelerators for which --plan estimates the run, their speed and price.
+        inspection_options: The flags that inspect a stored run.
     """
 
-    model: ModelOptions = part(ModelOptions, MODEL)
-    hooks: HookOptions = part(HookOptions, EXTRACT)
-    text: TextOptions = part(TextOptions, TEXT)
-    computing: ComputingOptions = part(ComputingOptions, COMPUTING)
-    hosts: HostOptions = part(HostOptions, HOSTS)
-    output: OutputOptions = part(OutputOptions, OUTPUT)
-    storage: StorageOptions = part(StorageOptions, OUTPUT)
-    planning: PlanOptions = part(PlanOptions, PLAN)
-    looking: LookingOptions = part(LookingOptions, LOOK)
+    model_options: ModelOptions = part(ModelOptions, MODEL)
+    hook_options: HookOptions = part(HookOptions, EXTRACT)
+    text_options: TextOptions = part(TextOptions, TEXT)
+    computing_options: ComputingOptions = part(ComputingOptions, COMPUTING)
+    host_options: HostOptions = part(HostOptions, HOSTS)
+    output_options: OutputOptions = part(OutputOptions, OUTPUT)
+    storage_options: StorageOptions = part(StorageOptions, OUTPUT)
+    plan_options: PlanOptions = part(PlanOptions, PLAN)
+    inspection_options: InspectionOptions = part(InspectionOptions, INSPECTION)
     list_hooks: bool = switch(
         "print the hooks of the model with all their names, widths, dtypes and bytes per token, "
         "then exit. This reads no weights, but only config.json, the special tokens in "
@@ -1022,18 +1026,18 @@ class Config:
             The values of the flags by name, without secrets in URLs. The key "bucket_url", which is
             no flag, contains the URL of the bucket.
         """
-        json_value_by_flag_name = {**self.values, "bucket_url": self.output.bucket_url}
+        json_value_by_flag_name = {**self.values, "bucket_url": self.output_options.bucket_url}
         for flag_name, flag_value in json_value_by_flag_name.items():
             if isinstance(flag_value, str):
                 json_value_by_flag_name[flag_name] = plain_url(flag_value)
         json_value_by_flag_name["mix"] = [
-            (plain_url(source), weight) for source, weight in self.text.mix
+            (plain_url(source), weight) for source, weight in self.text_options.mix
         ]
         json_value_by_flag_name["encode"] = [
             (hook_name, plain_url(autoencoder_path))
-            for hook_name, autoencoder_path in self.hooks.encode
+            for hook_name, autoencoder_path in self.hook_options.encode
         ]
-        json_value_by_flag_name["positions"] = str(self.text.positions)
+        json_value_by_flag_name["positions"] = str(self.text_options.positions)
         return json_value_by_flag_name
 
     @classmethod

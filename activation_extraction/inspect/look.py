@@ -52,27 +52,33 @@ def look(
         RunError: If --report or --export fails, for example because a shard is damaged.
         FolderError: If a request to a folder of the run fails, and a later attempt may succeed.
     """
-    output_flags, looking_flags = config.output, config.looking
+    output_options, inspection_options = config.output_options, config.inspection_options
     try:
-        if looking_flags.status and output_flags.upload_timeout > STATUS_PATIENCE:
-            output_root = Folder(output_flags.location, STATUS_PATIENCE)
+        if inspection_options.status and output_options.upload_timeout > STATUS_PATIENCE:
+            output_root = Folder(output_options.location, STATUS_PATIENCE)
         else:
             output_root = Folder(
-                output_flags.location, output_flags.upload_timeout, flag=UPLOAD_TIMEOUT
+                output_options.location, output_options.upload_timeout, flag=UPLOAD_TIMEOUT
             )
-        if looking_flags.status:
-            return show_status(output_root, looking_flags.aggregate, looking_flags.json)
-        if looking_flags.report is not None:
-            return show_report(output_root, looking_flags.report)
-        if looking_flags.export is not None and looking_flags.export_dir is not None:
-            hook_patterns = config.hooks.hook_names
-            export_format = export_format_of(looking_flags.export, looking_flags.export_dtype)
-            export(output_root, export_format, looking_flags.export_dir, hook_patterns, load_text)
+        if inspection_options.status:
+            return show_status(output_root, inspection_options.aggregate, inspection_options.json)
+        if inspection_options.report is not None:
+            return show_report(output_root, inspection_options.report)
+        if inspection_options.export is not None and inspection_options.export_dir is not None:
+            hook_patterns = config.hook_options.hook_names
+            export_format = export_format_of(
+                inspection_options.export, inspection_options.export_dtype
+            )
+            export(
+                output_root, export_format, inspection_options.export_dir, hook_patterns, load_text
+            )
             return 0
         states_folder = _states_of_another_program(output_root)
         if states_folder is not None:
-            return verify_hidden_states(states_folder, load_states, looking_flags.verify_samples)
-        return verify(output_root, load_model, looking_flags.verify_samples)
+            return verify_hidden_states(
+                states_folder, load_states, inspection_options.verify_samples
+            )
+        return verify(output_root, load_model, inspection_options.verify_samples)
     except FolderError as error:
         if error.is_permanent:
             raise InputError(str(error)) from error

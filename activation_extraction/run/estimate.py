@@ -102,7 +102,7 @@ def print_estimate(config: Config) -> int:
     Raises:
         InputError: If the machine is unknown, or if the run would reject the flags for this model.
     """
-    check_adapter(config.model.lora)
+    check_adapter(config.model_options.lora)
     run_to_estimate = planned_run(config)
     computing_with_automatic_mesh = replace(
         run_to_estimate.request.computing, mesh_type="auto", mesh_shape=None, mesh_axes=None
@@ -131,7 +131,7 @@ def print_estimate(config: Config) -> int:
     estimated_totals = estimate_totals(
         run_to_estimate, fastest_mesh_estimate, bytes_per_token, config
     )
-    if config.looking.json:
+    if config.inspection_options.json:
         say(
             json.dumps({"meshes": mesh_estimates, "best": fastest_mesh_estimate} | estimated_totals)
         )
@@ -142,7 +142,7 @@ def print_estimate(config: Config) -> int:
                 mesh_estimates,
                 estimated_totals,
                 bytes_per_token,
-                config.planning.tokens_per_second,
+                config.plan_options.tokens_per_second,
             )
         )
     return 0
@@ -160,12 +160,14 @@ def planned_run(config: Config) -> PlannedRun:
     Raises:
         InputError: If the machine is unknown, or if config.json or an autoencoder cannot be read.
     """
-    planned_topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
+    planned_topology = topology_of(
+        config.plan_options.plan or "", config.plan_options.chips_per_host
+    )
     # Without this setting, JAX would reserve the memory of this machine's accelerators, which the
     # estimate does not need.
     jax.config.update("jax_platforms", "cpu")
     planned_request = step_request(config, planned=planned_topology.describe_devices())
-    if config.computing.batch_size == "auto":
+    if config.computing_options.batch_size == "auto":
         log.info(
             "--batch_size auto: a run may take more than these %d rows",
             planned_request.batch_shape[0],
@@ -190,12 +192,12 @@ def read_config(config: Config) -> Mapping[str, Any]:
     """
     if config.demo:
         return MODEL_CONFIG
-    model_path = config.model.model_path
+    model_path = config.model_options.model_path
     config_of_released_model = None
     if not os.path.exists(model_path):
         config_of_released_model = released_config(model_path)
     try:
-        model_repository = Repository(model_path, config.model.model_revision)
+        model_repository = Repository(model_path, config.model_options.model_revision)
         return read_json(model_repository.file("config.json"))
     except InputError as error:
         if config_of_released_model is None:
@@ -317,7 +319,7 @@ def token_counts_of(config: Config) -> TokenCounts | None:
         The numbers of tokens. None if the number of documents is unknown and neither --max_samples
         nor --max_tokens limits the run.
     """
-    text_options, storage_options = config.text, config.storage
+    text_options, storage_options = config.text_options, config.storage_options
     tokens_per_sample = tokens_of_a_sample(text_options.max_seq_length)
     kept_fraction_of_tokens = text_options.positions.expected(tokens_per_sample) / tokens_per_sample
     num_computed_tokens = math.inf
@@ -327,7 +329,9 @@ def token_counts_of(config: Config) -> TokenCounts | None:
         tokens_per_document = (
             TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else tokens_per_sample
         )
-        num_computed_tokens = num_documents / config.hosts.total_machines * tokens_per_document
+        num_computed_tokens = (
+            num_documents / config.host_options.total_machines * tokens_per_document
+        )
     if storage_options.max_samples is not None:
         num_computed_tokens = min(
             num_computed_tokens, storage_options.max_samples * tokens_per_sample
@@ -380,21 +384,21 @@ def estimate_totals(
         if fastest_mesh is not None:
             # The speed of a mesh counts computed tokens. The speed that a user gives counts stored
             # tokens.
-            if config.planning.tokens_per_second is None:
+            if config.plan_options.tokens_per_second is None:
                 num_timed_tokens = run.token_counts.num_computed_tokens
                 tokens_per_second_range = fastest_mesh["tokens_per_second"]
             else:
                 num_timed_tokens = run.token_counts.num_stored_tokens
                 # The user gives a single speed, so this range contains one number.
                 tokens_per_second_range = [
-                    config.planning.tokens_per_second * run.topology.num_hosts
+                    config.plan_options.tokens_per_second * run.topology.num_hosts
                 ]
             hours_range = [
                 num_timed_tokens / max(tokens_per_second_range) / 3600,
                 num_timed_tokens / min(tokens_per_second_range) / 3600,
             ]
-        if hours_range is not None and config.planning.chip_hour_dollars:
-            chip_hour_prices = config.planning.chip_hour_dollars
+        if hours_range is not None and config.plan_options.chip_hour_dollars:
+            chip_hour_prices = config.plan_options.chip_hour_dollars
             chip_hours_range = [run.topology.num_chips * hours for hours in hours_range]
             dollars_range = [
                 chip_hours_range[0] * min(chip_hour_prices),

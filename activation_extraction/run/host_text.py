@@ -306,8 +306,8 @@ def known_special_tokens(config: Config) -> SpecialTokens:
         InputError: If a document that is cut to --max_seq_length would have only special tokens.
     """
     tokenizer_from_file = None
-    model_options = config.model
-    if not (config.demo or config.text.ids_column):
+    model_options = config.model_options
+    if not (config.demo or config.text_options.ids_column):
         with suppress(InputError):  # an unreadable tokenizer is reported when a run is started
             tokenizer_path = None
             if model_options.lora:
@@ -319,7 +319,7 @@ def known_special_tokens(config: Config) -> SpecialTokens:
                 tokenizer_path = model_repository.find(TOKENIZER_JSON)
             if tokenizer_path is not None:
                 tokenizer_from_file = read_tokenizer(tokenizer_path)
-    return special_tokens(config.text, tokenizer_from_file)
+    return special_tokens(config.text_options, tokenizer_from_file)
 
 
 def dropped_ids(

@@ -243,8 +243,8 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
         **model_input_by_field,
         **text_input_by_field,
         special_tokens=text.sample_settings.special_tokens.description,
-        text=replace(config.text, drop_token_ids=text.drop_token_ids),
-        storage=config.storage,
+        text=replace(config.text_options, drop_token_ids=text.drop_token_ids),
+        storage=config.storage_options,
         hooks=(*dtype_by_hook_name, *code_hook_names),
         integer_hooks=tuple(
             hook_name
@@ -261,7 +261,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
         keyed_by=forward.keyed_by,
         dtype=str(forward.model.dtype),
         activation_dtype=str(forward.model.activation_dtype),
-        top_logits=config.hooks.top_logits if stores_top_logits else 0,
+        top_logits=config.hook_options.top_logits if stores_top_logits else 0,
         worker=worker,
     )
 
@@ -280,7 +280,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths,
     # which may differ between hosts.
     comparable_sources_and_weights = []
-    for source_in_flag, source_weight in config.text.mix:
+    for source_in_flag, source_weight in config.text_options.mix:
         hub_name_or_empty = "" if is_path(source_in_flag) else source_in_flag
         comparable_sources_and_weights.append((hub_name_or_empty, source_weight))
     version_by_setting = {

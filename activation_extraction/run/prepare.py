@@ -124,14 +124,14 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     forward = together(host, lambda: prepare_model(request), step_of)
     earlier_metadata = [metadata for _, metadata in earlier_outputs]
     metadata_facts: dict[str, Any] = {}  # key in metadata.json -> value
-    if config.computing.batch_size == "auto":
+    if config.computing_options.batch_size == "auto":
         forward, metadata_facts["auto_batch_size"] = fit_rows(
             host, request, forward, earlier_metadata
         )
 
     vocabulary_size = forward.model.config.vocab_size
     text_of_run = Text(
-        config.text,
+        config.text_options,
         forward.checkpoint,
         vocabulary_size,
         earlier_metadata,
@@ -173,7 +173,7 @@ def check_output(config: Config, host: Host) -> RunFolders:
         InputError: If a folder cannot be written to, if its disk has too little free space, or if a
             run with other numbers of machines or hosts has left folders beside it.
     """
-    host_options, output_options = config.hosts, config.output
+    host_options, output_options = config.host_options, config.output_options
     worker = Worker(host_options.machine_id, host_options.total_machines, host.id, host.num_hosts)
     run_folders = RunFolders(
         worker,
@@ -184,10 +184,10 @@ def check_output(config: Config, host: Host) -> RunFolders:
     check_output_dir(run_folders.folder, METRICS)
     check_free_disk(run_folders.folder, output_options.min_free_gb)
     use_compilation_cache(
-        config.computing.compilation_cache, run_folders.local_output, host.is_one_of_several
+        config.computing_options.compilation_cache, run_folders.local_output, host.is_one_of_several
     )
     run_folders.check_bucket()
-    run_folders.check_stale_folders(config.storage.overwrite)
+    run_folders.check_stale_folders(config.storage_options.overwrite)
     return run_folders
 
 
@@ -222,7 +222,7 @@ def find_earlier_outputs(config: Config, folders: RunFolders) -> list[tuple[str,
             Its content.
         The list is empty for a new run and with --overwrite.
     """
-    return [] if config.storage.overwrite else folders.earlier()
+    return [] if config.storage_options.overwrite else folders.earlier()
 
 
 class CommitChoice(NamedTuple):
@@ -259,7 +259,10 @@ def choose_commit(
     """
     if config.demo:
         return None
-    model_path, requested_revision = config.model.model_path, config.model.model_revision
+    model_path, requested_revision = (
+        config.model_options.model_path,
+        config.model_options.model_revision,
+    )
     output_url, earlier_metadata = earlier_outputs[0] if earlier_outputs else ("", {})
     git_commit_of_run = recorded_commit(model_path, earlier_metadata)
     # --model_revision may name a branch, which may have a newer commit by now. The recorded commit
@@ -341,7 +344,7 @@ def smallest_device_memory(config: Config, host: Host) -> float | None:
     Raises:
         InputError: If JAX finds no devices.
     """
-    use_all_devices = config.computing.use_data_parallel
+    use_all_devices = config.computing_options.use_data_parallel
 
     def memory_of_this_host() -> float | None:
         devices_of_host = devices_of_this_host(usable_devices(use_all_devices))
@@ -360,7 +363,9 @@ def source_names_of_first_host(config: Config, host: Host) -> list[str]:
         config: The configuration of this host, whose paths may differ from host 0's.
         host: This host.
     """
-    return gather(host, [plain_url(source_in_flag) for source_in_flag, _ in config.text.mix])[0]
+    return gather(
+        host, [plain_url(source_in_flag) for source_in_flag, _ in config.text_options.mix]
+    )[0]
 
 
 def with_inputs_of_demo(config: Config, folder: Path) -> Config:
@@ -384,8 +389,8 @@ def with_inputs_of_demo(config: Config, folder: Path) -> Config:
     model_folder, documents_file = make_demo(folder)
     return replace(
         config,
-        model=replace(config.model, model_path=str(model_folder)),
-        text=replace(config.text, dataset_path=str(documents_file)),
+        model_options=replace(config.model_options, model_path=str(model_folder)),
+        text_options=replace(config.text_options, dataset_path=str(documents_file)),
     )
 
 
@@ -411,11 +416,11 @@ def step_request(
     Raises:
         InputError: If an autoencoder cannot be read, or if JAX finds no devices.
     """
-    computing_options = config.computing
-    tokens_per_row = config.text.max_seq_length
+    computing_options = config.computing_options
+    tokens_per_row = config.text_options.max_seq_length
     autoencoders = tuple(
         read_autoencoder(hook_name, autoencoder_name)
-        for hook_name, autoencoder_name in config.hooks.encode
+        for hook_name, autoencoder_name in config.hook_options.encode
     )
     batch_size = computing_options.batch_size
     if not isinstance(batch_size, int):
@@ -424,11 +429,11 @@ def step_request(
             tokens_per_row, computing_options.use_data_parallel, is_batch_size_auto, planned
         )
     return StepRequest(
-        replace(config.model, model_revision=commit or config.model.model_revision),
-        config.hooks,
+        replace(config.model_options, model_revision=commit or config.model_options.model_revision),
+        config.hook_options,
         computing_options,
         (batch_size, tokens_per_row),
-        has_several_hosts=config.hosts.multihost,
+        has_several_hosts=config.host_options.multihost,
         device_memory_bytes=device_memory_bytes,
         planned_devices=planned,
         autoencoders=autoencoders,
@@ -456,7 +461,7 @@ def check_and_identify(
     with watchdog:
         text.check()
     identity = new_identity(config, forward, text, folders.worker)
-    if not config.storage.overwrite:
+    if not config.storage_options.overwrite:
         folders.check_siblings(identity)
     return identity
 
@@ -474,7 +479,9 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         "backend", "mesh", a key for each kernel, and "versions". If there is a tokenizer, also
         "tokenizer_path" and "added_tokens".
     """
-    resolved_config = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
+    resolved_config = replace(
+        config, text_options=replace(config.text_options, drop_token_ids=text.drop_token_ids)
+    )
     stored_configuration = {**resolved_config.to_json(), "batch_size": forward.batch_shape[0]}
     repository_by_flag = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
     for path_flag, repository in repository_by_flag.items():
@@ -531,7 +538,7 @@ def plan_storage(
     Raises:
         InputError: If the folders contain another run, or a run that cannot be continued.
     """
-    worker, storage_options = folders.worker, config.storage
+    worker, storage_options = folders.worker, config.storage_options
     # --max_samples and --max_tokens are limits of a machine, and each host gets a part of them.
     storage_options_of_host = replace(
         storage_options,
@@ -564,7 +571,7 @@ def log_start(run: Run) -> None:
     text gets, and the rule by which tokens are kept.
     """
     storage, sample_settings = run.storage, run.text.sample_settings
-    log_hooks(run.config.hooks, run.forward)
+    log_hooks(run.config.hook_options, run.forward)
     stored_totals = storage.totals
     if stored_totals.shards and storage.plan.repair is None and not storage.complete:
         log.info(

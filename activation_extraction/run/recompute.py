@@ -47,9 +47,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
     identity = identity_of(metadata, METADATA)
     config = replace(
         config,
-        model=_model_as_stored(config.model, identity, metadata),
-        hooks=_hooks_as_stored(config.hooks, identity, metadata),
-        text=replace(config.text, max_seq_length=identity.text.max_seq_length),
+        model_options=_model_as_stored(config.model_options, identity, metadata),
+        hook_options=_hooks_as_stored(config.hook_options, identity, metadata),
+        text_options=replace(config.text_options, max_seq_length=identity.text.max_seq_length),
     )
     with device_errors():
         prepared_model = prepare_model(step_request(config))
@@ -60,7 +60,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
                 metadata,
                 prepared_model.checkpoint,
                 prepared_model.adapter_files,
-                config.text.dataset_path,
+                config.text_options.dataset_path,
             )
         compiled_step = compile_step(prepared_model)
 
@@ -150,7 +150,7 @@ def _hooks_as_stored(
         options,
         layers_to_extract=None,
         hook_names=activation_hook_names or None,
-        encode_most=recorded_config.hooks.encode_most,
+        encode_most=recorded_config.hook_options.encode_most,
         keep_activations=not encoded_hook_names.isdisjoint(activation_hook_names),
         top_logits=identity.top_logits or options.top_logits,
         activation_dtype="float32" if stores_float8 else identity.activation_dtype,

@@ -53,11 +53,11 @@ def load_for_hidden_states(
         InputError: If the model cannot be read or lacks a hook that the flags name, or its width,
             its vocabulary or its number of positions does not fit the stored samples.
     """
-    model_path = config.model.model_path
-    if config.hooks.encode:
+    model_path = config.model_options.model_path
+    if config.hook_options.encode:
         raise InputError("--encode: hidden states of other programs are not encoded; leave it out")
     model_config = read_model_config(
-        Checkpoint(model_path, config.model.model_revision).file("config.json")
+        Checkpoint(model_path, config.model_options.model_revision).file("config.json")
     )
     if width != model_config.hidden_size:
         raise InputError(
@@ -92,24 +92,27 @@ def load_for_hidden_states(
         ),
         "ln_final.hook_out",
     )
-    computing_options = config.computing
+    computing_options = config.computing_options
     if not isinstance(computing_options.batch_size, int):
         # The values at all hooks of a row take much memory, so a batch has one row for each device.
         devices_of_host = devices_of_this_host(usable_devices(computing_options.use_data_parallel))
         computing_options = replace(computing_options, batch_size=len(devices_of_host))
     step_config = replace(
         config,
-        hooks=replace(
-            config.hooks,
+        hook_options=replace(
+            config.hook_options,
             layers_to_extract=None,
             hook_names=computed_hook_names,
             activation_dtype="float32",
         ),
-        computing=computing_options,
-        text=replace(config.text, max_seq_length=row_length),
+        computing_options=computing_options,
+        text_options=replace(config.text_options, max_seq_length=row_length),
     )
     requested_hook_names = None
-    if config.hooks.hook_names is not None or config.hooks.layers_to_extract is not None:
+    if (
+        config.hook_options.hook_names is not None
+        or config.hook_options.layers_to_extract is not None
+    ):
         requested_hook_by_key, _ = choose_hooks(step_request(config), model_config)
         requested_hook_names = [
             requested_hook.name for requested_hook in requested_hook_by_key.values()

@@ -51,7 +51,7 @@ def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repo
     Raises:
         InputError: If a path is neither a folder nor the name of a repository.
     """
-    model_options = Config.from_json(metadata["configuration"]).model
+    model_options = Config.from_json(metadata["configuration"]).model_options
     model_commit = recorded_commit(model_options.model_path, metadata)
     model_repository = Repository(model_options.model_path, model_commit)
     if model_options.lora is None:
@@ -107,12 +107,14 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
     """
     identity = identity_of(metadata, METADATA)
     model_repository, adapter_repository = recorded_repositories(metadata)
-    if config.model.model_path != ModelOptions.model_path:
-        model_repository = Repository(config.model.model_path, config.model.model_revision)
-    if config.model.lora is not None:
-        adapter_repository = Repository(config.model.lora, kind=ADAPTER)
+    if config.model_options.model_path != ModelOptions.model_path:
+        model_repository = Repository(
+            config.model_options.model_path, config.model_options.model_revision
+        )
+    if config.model_options.lora is not None:
+        adapter_repository = Repository(config.model_options.lora, kind=ADAPTER)
     text_of_run, config_with_paths_to_read = _text_of_run(
-        metadata, model_repository, adapter_repository, config.text.dataset_path
+        metadata, model_repository, adapter_repository, config.text_options.dataset_path
     )
     reread_function: Reread | None = None
     if identity.every_token:
@@ -160,7 +162,7 @@ def _text_of_run(
     """
     identity = identity_of(metadata, METADATA)
     recorded_config = Config.from_json(metadata.get("configuration", {}))
-    text_options = recorded_config.text
+    text_options = recorded_config.text_options
     if dataset_path is not None:
         text_options = replace(text_options, dataset_path=dataset_path, mix=())
     # A run that records no special tokens added none to its texts, so none are added now. Earlier
@@ -174,8 +176,8 @@ def _text_of_run(
     lora_path = None if adapter is None else adapter.path
     config_with_paths_to_read = replace(
         recorded_config,
-        model=replace(recorded_config.model, model_path=model.path, lora=lora_path),
-        text=text_options,
+        model_options=replace(recorded_config.model_options, model_path=model.path, lora=lora_path),
+        text_options=text_options,
     )
     return text_of_run, config_with_paths_to_read
 
