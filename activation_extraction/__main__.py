@@ -76,7 +76,7 @@ def _carry_out(config: "Config") -> int:
         InputError: If the request cannot be met, or if a package that it needs is not installed.
         RunError: If an operation of the command fails.
     """
-    from activation_extraction.common.errors import InputError, install_extra
+    from activation_extraction.common.errors import InputError, install_extra_advice
     from activation_extraction.common.log import start_logging
 
     host_options = config.host_options
@@ -91,7 +91,7 @@ def _carry_out(config: "Config") -> int:
     except ModuleNotFoundError as error:
         raise InputError(
             f"{error.name} is not installed; running a model needs more packages than reading; "
-            + install_extra("extract")
+            + install_extra_advice("extract")
         ) from error
     return carry_out(config)
 

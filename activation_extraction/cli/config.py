@@ -63,8 +63,8 @@ exit status: 0 done; 1 failed on the way, or --verify or --status found a proble
 (also a row that cannot be used) or NaN, which a scheduler should not try again; 130 or 143 stopped
 by Ctrl-C or SIGTERM, with all complete samples stored.
 """
-# Columns of the texts below the titles of groups in --help. argparse indents these texts by two
-# further columns.
+# Width in characters of the texts below the titles of the groups in --help. argparse indents these
+# texts by two more characters.
 GROUP_TEXT_WIDTH = 76
 Values = dict[str, Any]  # name of a flag that the user or an environment variable sets -> its value
 
@@ -171,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) -> None:
-    """Adds a flag to a group of argparse, and the flag's opposite if it has one.
+    """Adds a flag to a group of argparse, and the second flag that sets it to False, if any.
 
     Args:
         argument_group: The group of argparse.
@@ -181,14 +181,14 @@ def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) 
     argparse_options = flag.argparse_options
     if "type" in argparse_options:
         argparse_options = {**argparse_options, "type": _for_argparse(argparse_options["type"])}
-    if flag.opposite_name_and_help is None:
+    if flag.negated_name_and_help is None:
         argument_group.add_argument(f"--{name}", **argparse_options)
         return
-    opposite_name, opposite_help = flag.opposite_name_and_help
+    negated_name, negated_help = flag.negated_name_and_help
     exclusive_group = argument_group.add_mutually_exclusive_group()
     exclusive_group.add_argument(f"--{name}", **argparse_options)
     exclusive_group.add_argument(
-        f"--{opposite_name}", dest=name, action="store_false", help=opposite_help
+        f"--{negated_name}", dest=name, action="store_false", help=negated_help
     )
 
 
@@ -217,11 +217,11 @@ def _epilog() -> str:
     """Returns the end of --help: examples, environment variables and exit statuses."""
     environment_variable_lines = []
     for flag_name, flag in FLAGS.items():
-        if flag.variables is not None:
-            environment_variables_in_words = " or ".join(flag.variables.variable_names)
+        if flag.environment_variables is not None:
+            environment_variables_in_words = " or ".join(flag.environment_variables.variable_names)
             environment_variable_line = f"  {environment_variables_in_words:<46} --{flag_name}"
-            if flag.variables.required_flag:
-                environment_variable_line += f" (with --{flag.variables.required_flag})"
+            if flag.environment_variables.required_flag:
+                environment_variable_line += f" (with --{flag.environment_variables.required_flag})"
             environment_variable_lines.append(environment_variable_line)
     return HELP_BEFORE_VARIABLES + "\n".join(environment_variable_lines) + HELP_AFTER_VARIABLES
 
@@ -237,16 +237,18 @@ def _fill_from_environment(values: Values) -> None:
             of machines.
     """
     for flag_name, flag in FLAGS.items():
-        if flag.variables is None or flag_name in values:
+        if flag.environment_variables is None or flag_name in values:
             continue
-        set_environment_variables = [
+        nonempty_variable_names = [
             variable_name
-            for variable_name in flag.variables.variable_names
+            for variable_name in flag.environment_variables.variable_names
             if os.environ.get(variable_name)
         ]
-        if set_environment_variables and flag.variables.are_read_with(_names_of_flags(values)):
-            _take_variable(values, flag_name, set_environment_variables[0])
-    machine_id_environment_variables = FLAGS["machine_id"].variables
+        if nonempty_variable_names and flag.environment_variables.are_read_with(
+            _names_of_flags(values)
+        ):
+            _take_variable(values, flag_name, nonempty_variable_names[0])
+    machine_id_environment_variables = FLAGS["machine_id"].environment_variables
     if (
         machine_id_environment_variables is not None
         and machine_id_environment_variables.are_read_with(_names_of_flags(values))
@@ -260,21 +262,22 @@ def _fill_from_environment(values: Values) -> None:
 
 
 def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the flags that the user has given.
+    """Returns the names of the flags that are set, as the user would write them.
 
-    The value False of a flag with an opposite was set by the opposite. For this value, the name of
-    the opposite is returned, such as no_data_parallel for use_data_parallel.
+    Some boolean flags have a second flag, which sets them to False. For example, --no_data_parallel
+    sets use_data_parallel to False. If such a flag is False, the name of the second flag is
+    returned in place of the name of the flag.
 
     Args:
-        values: The values of flags by name.
+        values: Name -> value of each flag that the user or an environment variable sets.
     """
-    names_of_set_flags = set()
+    flag_names = set()
     for flag_name, flag_value in values.items():
-        opposite_name_and_help = FLAGS[flag_name].opposite_name_and_help
-        names_of_set_flags.add(
-            flag_name if opposite_name_and_help is None or flag_value else opposite_name_and_help[0]
+        negated_name_and_help = FLAGS[flag_name].negated_name_and_help
+        flag_names.add(
+            flag_name if negated_name_and_help is None or flag_value else negated_name_and_help[0]
         )
-    return names_of_set_flags
+    return flag_names
 
 
 def _take_variable(values: Values, name: str, variable: str) -> None:
@@ -382,13 +385,15 @@ def _check_hosts(values: Values) -> None:
             host is too large.
     """
     host_flag_names = ("coordinator_address", "host_id", "num_hosts")
-    set_host_flag_names = [flag_name for flag_name in host_flag_names if flag_name in values]
-    unset_host_flag_names = [flag_name for flag_name in host_flag_names if flag_name not in values]
-    if set_host_flag_names and unset_host_flag_names:
+    present_host_flag_names = [flag_name for flag_name in host_flag_names if flag_name in values]
+    missing_host_flag_names = [
+        flag_name for flag_name in host_flag_names if flag_name not in values
+    ]
+    if present_host_flag_names and missing_host_flag_names:
         raise InputError(
-            f"--{unset_host_flag_names[0]}: is missing; --{set_host_flag_names[0]} needs it"
+            f"--{missing_host_flag_names[0]}: is missing; --{present_host_flag_names[0]} needs it"
         )
-    if set_host_flag_names and values["host_id"] >= values["num_hosts"]:
+    if present_host_flag_names and values["host_id"] >= values["num_hosts"]:
         raise InputError(
             f"--host_id {values['host_id']}: out of range for --num_hosts {values['num_hosts']}; "
             "hosts are counted from 0"
@@ -396,13 +401,15 @@ def _check_hosts(values: Values) -> None:
 
 
 def _dependent_values(values: Values) -> Values:
-    """Returns the values of those flags whose defaults depend on other flags.
+    """Returns the values of the flags whose defaults depend on other flags.
 
     Args:
-        values: Name of a flag -> value, for the flags that are given.
+        values: Name -> value of each flag that the user or an environment variable sets.
 
     Returns:
-        Name of a flag -> value, only for flags whose value or default the other flags determine.
+        Name -> value of such flags. Values in `values` are returned unchanged. If a flag is missing
+        in `values`, its value is the default that the other flags determine. Flags to which the
+        defaults in flags.py apply may be left out.
     """
     recomputes_samples = "verify" in values and "model_path" in values
     is_compressible = values.get("shard_format") != "safetensors"
@@ -471,7 +478,7 @@ def _check_text(text: TextOptions) -> None:
     Raises:
         InputError: If values are inconsistent.
     """
-    if text.positions.last_of_turn and text.messages_column is None:
+    if text.positions.keeps_only_last_of_turn and text.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
     dropped_token_names = [
         token_id_or_name

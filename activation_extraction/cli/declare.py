@@ -26,15 +26,14 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variables:
+class EnvironmentVariables:
     """Environment variables from which a flag gets its value if it is not on the command line.
 
     Attributes:
         variable_names: Names of the variables. The first variable that is set is used.
-        required_flag: Name of a flag. The variables are ignored if this flag is not on the command
-            line. "" if the variables do not depend on a flag.
-        excluding_flags: Names of flags. The variables are ignored if one of these flags is on the
-            command line.
+        required_flag: Name of a flag without which the variables are ignored; "" if the variables
+            do not depend on a flag.
+        excluding_flags: Names of flags. The variables are ignored if one of these flags is set.
     """
 
     variable_names: tuple[str, ...]
@@ -44,11 +43,12 @@ class Variables:
     def are_read_with(self, flag_names: Collection[str]) -> bool:
         """Returns whether these environment variables may give a missing flag its value.
 
-        The variables are ignored if the flag `required_flag` is not on the command line, or if one
-        of `excluding_flags` is.
+        The variables are ignored if the flag `required_flag` is not set, or if one of
+        `excluding_flags` is set.
 
         Args:
-            flag_names: Names of the flags on the command line.
+            flag_names: Names of the flags that are set, on the command line or by other environment
+                variables.
         """
         has_needed_flag = not self.required_flag or self.required_flag in flag_names
         return has_needed_flag and not any(
@@ -67,9 +67,9 @@ class Flag:
         needs: Name of another flag without which this flag is refused, or several names with
             " or " between them if any of these flags is enough; "" if no other flag is needed.
         excluded_flags: Names of flags that cannot be used together with this flag.
-        variables: Environment variables that replace the flag if it is missing; None if there are
-            no such variables.
-        opposite_name_and_help: Name and help text of the flag that sets the field to False; None if
+        environment_variables: Environment variables that replace the flag if it is missing; None if
+            there are no such variables.
+        negated_name_and_help: Name and help text of the flag that sets the field to False; None if
             there is no such flag.
         collect: Function that turns the list of values after the flag into the value of the field.
             Only flags that take several values use it.
@@ -82,8 +82,8 @@ class Flag:
     group: Group | None = None
     needs: str = ""
     excluded_flags: tuple[str, ...] = ()
-    variables: Variables | None = None
-    opposite_name_and_help: tuple[str, str] | None = None
+    environment_variables: EnvironmentVariables | None = None
+    negated_name_and_help: tuple[str, str] | None = None
     collect: Callable[[list[Any]], Any] = tuple
     determines_shards: bool = False
     may_differ_by_host: bool = False
@@ -99,7 +99,7 @@ def flag(
     group: Group | None = None,
     needs: str = "",
     excluded_flags: tuple[str, ...] = (),
-    variables: Variables | None = None,
+    environment_variables: EnvironmentVariables | None = None,
     collect: Callable[[list[Any]], Any] = tuple,
     determines_shards: bool = False,
     may_differ_by_host: bool = False,
@@ -117,8 +117,8 @@ def flag(
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
         excluded_flags: Names of flags that cannot be used together with this flag.
-        variables: Environment variables that replace the flag if it is missing; None if there are
-            no such variables.
+        environment_variables: Environment variables that replace the flag if it is missing; None if
+            there are no such variables.
         collect: Function that turns a list of values into the value of the field (see `Flag`).
         determines_shards: Whether the value of the flag determines the content of shards (see
             `Flag`).
@@ -132,8 +132,8 @@ def flag(
     if not default_in_words and default is not None:
         default_in_words = f"{default}{unit}"
     defaults_in_words = []
-    if variables is not None:
-        defaults_in_words.append(" or ".join(variables.variable_names))
+    if environment_variables is not None:
+        defaults_in_words.append(" or ".join(environment_variables.variable_names))
     if default_in_words:
         defaults_in_words.append(default_in_words)
     if defaults_in_words:
@@ -145,7 +145,7 @@ def flag(
         group,
         needs,
         excluded_flags,
-        variables,
+        environment_variables,
         collect=collect,
         determines_shards=determines_shards,
         may_differ_by_host=may_differ_by_host,
@@ -190,8 +190,8 @@ def switch(
 
 def pair(
     help: str,
-    opposite: str,
-    opposite_help: str,
+    negated_name: str,
+    negated_help: str,
     *,
     group: Group | None = None,
     determines_shards: bool = False,
@@ -200,8 +200,8 @@ def pair(
 
     Args:
         help: Help text of the flag.
-        opposite: Name of the second flag.
-        opposite_help: Help text of the second flag.
+        negated_name: Name of the second flag.
+        negated_help: Help text of the second flag.
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         determines_shards: Whether the value of the flag determines the content of shards (see
             `Flag`).
@@ -213,7 +213,7 @@ def pair(
     flag_declaration = Flag(
         argparse_options,
         group,
-        opposite_name_and_help=(opposite, opposite_help),
+        negated_name_and_help=(negated_name, negated_help),
         determines_shards=determines_shards,
     )
     return field(default=True, metadata={"flag": flag_declaration})

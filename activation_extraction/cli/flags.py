@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from activation_extraction.cli.declare import (
+    EnvironmentVariables,
     Flag,
     Group,
-    Variables,
     each_once,
     flag,
     gigabytes,
@@ -479,7 +479,7 @@ class ComputingOptions:
     mesh_shape: tuple[int, ...] | None = flag(
         "the number of devices along each axis of the mesh, in the order of --mesh_axes",
         default_is="as --mesh_type determines",
-        variables=Variables(
+        environment_variables=EnvironmentVariables(
             ("TPU_MESH_CONFIG",), excluding_flags=("mesh_type", "no_data_parallel")
         ),
         parse=sizes,
@@ -491,7 +491,7 @@ class ComputingOptions:
         "expert splits the weights of experts. Needs --mesh_shape or --mesh_type 3d",
         default_is="model if --mesh_shape has one size, data,model if it has two, "
         "pipeline,data,model if it has three",
-        variables=Variables(("TPU_AXIS_NAMES",), required_flag="mesh_shape"),
+        environment_variables=EnvironmentVariables(("TPU_AXIS_NAMES",), required_flag="mesh_shape"),
         parse=axes,
         metavar="NAME,...",
     )
@@ -502,7 +502,7 @@ class ComputingOptions:
         "the folder in which JAX keeps compiled programs for the next start, or off to keep no "
         "programs. With --multihost, this is a folder or URL that all hosts share",
         default_is="activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost",
-        variables=Variables(("JAX_COMPILATION_CACHE_DIR",)),
+        environment_variables=EnvironmentVariables(("JAX_COMPILATION_CACHE_DIR",)),
         parse=path,
         metavar="FOLDER",
         may_differ_by_host=True,
@@ -525,7 +525,7 @@ class HostOptions:
         "and the flags that look at a run",
         0,
         least=0,
-        variables=Variables(("MACHINE_ID",), excluding_flags=WITHOUT_SHARES),
+        environment_variables=EnvironmentVariables(("MACHINE_ID",), excluding_flags=WITHOUT_SHARES),
         metavar="I",
         group=MACHINES,
     )
@@ -533,7 +533,9 @@ class HostOptions:
         "the number of independent machines that share the data. It may be much larger than the "
         "number of machines that run at a time",
         1,
-        variables=Variables(("TOTAL_MACHINES",), excluding_flags=WITHOUT_SHARES),
+        environment_variables=EnvironmentVariables(
+            ("TOTAL_MACHINES",), excluding_flags=WITHOUT_SHARES
+        ),
         group=MACHINES,
     )
     multihost: bool = switch(
@@ -543,7 +545,7 @@ class HostOptions:
     )
     coordinator_address: str | None = flag(
         "with --multihost: the address of host 0",
-        variables=Variables(
+        environment_variables=EnvironmentVariables(
             ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"), required_flag="multihost"
         ),
         needs="multihost",
@@ -554,14 +556,18 @@ class HostOptions:
     host_id: int | None = number(
         "with --multihost: the number of this host in the pod, counted from 0",
         least=0,
-        variables=Variables(("JAX_PROCESS_INDEX", "HOST_ID"), required_flag="multihost"),
+        environment_variables=EnvironmentVariables(
+            ("JAX_PROCESS_INDEX", "HOST_ID"), required_flag="multihost"
+        ),
         needs="multihost",
         metavar="I",
         may_differ_by_host=True,
     )
     num_hosts: int | None = number(
         "with --multihost: the number of hosts of the pod",
-        variables=Variables(("JAX_PROCESS_COUNT", "NUM_HOSTS"), required_flag="multihost"),
+        environment_variables=EnvironmentVariables(
+            ("JAX_PROCESS_COUNT", "NUM_HOSTS"), required_flag="multihost"
+        ),
         needs="multihost",
     )
     connect_timeout: int = seconds(

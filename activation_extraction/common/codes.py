@@ -222,10 +222,10 @@ class Codes:
         Args:
             convert: A function that takes an array and returns an array.
         """
-        array_of_field = {
+        array_by_field_name = {
             field_name: convert(getattr(self, field_name)) for field_name in ARRAYS.values()
         }
-        return replace(self, **array_of_field, active=None)
+        return replace(self, **array_by_field_name, active=None)
 
     def to_scipy(self) -> Any:
         """Returns the values as a scipy.sparse.csr_array, (tokens, features).

@@ -50,18 +50,24 @@ def near_miss(typed: str, names: Iterable[str]) -> str:
     return f"; did you mean {similar_names[0]}?" if similar_names else ""
 
 
-def install(package: str) -> str:
-    """Returns a command to install a package for the Python that runs this program."""
+def install_advice(package: str) -> str:
+    """Returns advice to install a package for the Python that runs this program.
+
+    An example is "run: /usr/bin/python3 -m pip install torch".
+
+    Args:
+        package: The package, or other arguments of `pip install`.
+    """
     return f"run: {sys.executable} -m pip install {package}"
 
 
-def install_extra(name: str) -> str:
-    """Returns a command to install an extra, which is a set of optional dependencies.
+def install_extra_advice(name: str) -> str:
+    """Returns advice to install an extra, which is a set of optional dependencies of this program.
 
     Args:
         name: The name of the extra in pyproject.toml.
     """
-    return "in the folder of the checkout " + install(f"-e '.[{name}]'")
+    return "in the folder of the checkout " + install_advice(f"-e '.[{name}]'")
 
 
 class InputError(Exception):

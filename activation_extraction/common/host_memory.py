@@ -46,7 +46,7 @@ FILE_NAMES = {
 }
 
 
-class _LimitedGroup(NamedTuple):
+class _LimitedControlGroup(NamedTuple):
     """A control group whose memory is limited.
 
     Attributes:
@@ -58,7 +58,7 @@ class _LimitedGroup(NamedTuple):
     used_bytes: int
 
 
-class _MountedGroup(NamedTuple):
+class _MountedControlGroup(NamedTuple):
     """The control group of this process in one of the mounted cgroup hierarchies.
 
     Attributes:
@@ -79,8 +79,10 @@ def host_memory() -> int:
     It is the memory of the computer, or the smallest limit of a control group that contains this
     process if that is less.
     """
-    group_limits = [control_group.limit_bytes for control_group in _limited_groups()]
-    return min([_computer_memory(), *group_limits])
+    control_group_limits_in_bytes = [
+        control_group.limit_bytes for control_group in _limited_control_groups()
+    ]
+    return min([_computer_memory(), *control_group_limits_in_bytes])
 
 
 def available_memory() -> int:
@@ -91,7 +93,7 @@ def available_memory() -> int:
     limit that contains this process.
     """
     available_bytes = _computer_memory()
-    for control_group in _limited_groups():
+    for control_group in _limited_control_groups():
         available_bytes = min(
             available_bytes, max(control_group.limit_bytes - control_group.used_bytes, 0)
         )
@@ -105,13 +107,13 @@ def _computer_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
 
 
-def _limited_groups() -> Iterator[_LimitedGroup]:
+def _limited_control_groups() -> Iterator[_LimitedControlGroup]:
     """Yields the control groups (cgroups) of this process whose memory is limited.
 
     Linux may have several hierarchies of control groups. The process belongs to one group in each
     hierarchy, and to all ancestors of this group.
     """
-    for cgroup_folder, mount_folder, memory_file_names in _mounted_groups():
+    for cgroup_folder, mount_folder, memory_file_names in _mounted_control_groups():
         searched_folder = cgroup_folder
         while True:
             limit_text = _kernel_file(searched_folder / memory_file_names.limit_file).strip()
@@ -123,13 +125,13 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
                     digits_by_stat_field.get(memory_file_names.reclaimable_field_name, 0)
                 )
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
-                yield _LimitedGroup(int(limit_text), used_bytes)
+                yield _LimitedControlGroup(int(limit_text), used_bytes)
             if searched_folder == mount_folder:
                 break
             searched_folder = searched_folder.parent
 
 
-def _mounted_groups() -> Iterator[_MountedGroup]:
+def _mounted_control_groups() -> Iterator[_MountedControlGroup]:
     """Yields the control groups of this process that can limit its memory.
 
     Control groups (cgroups) form one hierarchy or several. This process is in one group of each
@@ -164,7 +166,7 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
         # folder in this part, the folder where the part begins is used instead.
         if relative_path.startswith("..") or not cgroup_folder.is_dir():
             cgroup_folder = mount_folder
-        yield _MountedGroup(cgroup_folder, mount_folder, FILE_NAMES[file_system_type])
+        yield _MountedControlGroup(cgroup_folder, mount_folder, FILE_NAMES[file_system_type])
 
 
 def _kernel_file(path: Path) -> str:

@@ -32,12 +32,12 @@ class raise_on_ctrl_c:
     """
 
     def __enter__(self) -> None:
-        self._ended_process_on_ctrl_c = signal.getsignal(signal.SIGINT) is _end_process
-        if self._ended_process_on_ctrl_c:
+        self._replaces_handler = signal.getsignal(signal.SIGINT) is _end_process
+        if self._replaces_handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:
-        if self._ended_process_on_ctrl_c:
+        if self._replaces_handler:
             signal.signal(signal.SIGINT, _end_process)
 
 

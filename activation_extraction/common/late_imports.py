@@ -39,8 +39,8 @@ def transformers() -> ModuleType:
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         transformers_package = importlib.import_module("transformers")
-        # These classes are imported now, while PyTorch is hidden. transformers would import them
-        # only when they are first used.
+        # These classes are imported now, while `import torch` raises ImportError. Otherwise,
+        # transformers would import them, and PyTorch with them, when they are first used.
         _ = transformers_package.AutoConfig, transformers_package.AutoTokenizer
         return transformers_package
     finally:

@@ -17,7 +17,7 @@ log = logging.getLogger("extract_activations")
 # The names of libraries that log to stderr with handlers of their own.
 LIBRARIES = ("datasets", "huggingface_hub", "transformers")
 # Identifier of a thread -> description of its present activity.
-activity_of_thread: dict[int, str] = {}
+activity_by_thread_id: dict[int, str] = {}
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
@@ -77,11 +77,11 @@ def activity(description: str) -> Iterator[None]:
     Args:
         description: The activity, such as "reading x.jsonl line 5".
     """
-    activity_of_thread[threading.get_ident()] = description
+    activity_by_thread_id[threading.get_ident()] = description
     try:
         yield
     finally:
-        activity_of_thread.pop(threading.get_ident(), None)
+        activity_by_thread_id.pop(threading.get_ident(), None)
 
 
 class VisibleFormatter(logging.Formatter):

@@ -137,24 +137,24 @@ def read_header(
         metadata = fields_of_tensor.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict):
             raise ValueError(f"{METADATA_KEY} is {metadata!r:.40}")
-        tensor_of_name = {}
+        tensor_by_name = {}
         for tensor_name, tensor_fields in fields_of_tensor.items():
             if tensor_fields["dtype"] not in DTYPES:
                 raise error_type(
                     f"{file_name}: tensor {tensor_name} is {tensor_fields['dtype']}, which is not "
                     "read"
                 )
-            tensor_of_name[tensor_name] = _parse_tensor(tensor_fields, header_end)
+            tensor_by_name[tensor_name] = _parse_tensor(tensor_fields, header_end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise error_type(f"{file_name}: not a safetensors file: {error!r}") from error
     described_file_bytes = max(
-        (tensor.end for tensor in tensor_of_name.values()), default=header_end
+        (tensor.end for tensor in tensor_by_name.values()), default=header_end
     )
     if described_file_bytes != size:
         raise error_type(
             f"{beginning_of_incomplete_file_message} describes {described_file_bytes:,}"
         )
-    return Header(tensor_of_name, metadata, header_end)
+    return Header(tensor_by_name, metadata, header_end)
 
 
 def _parse_tensor(fields: Mapping[str, Any], header_end: int) -> Tensor:

@@ -31,9 +31,9 @@ def vocabulary_file(files: Iterable[Path]) -> Path | None:
         The path of tokenizer.json if there is such a file. Otherwise the path of vocab.json if
         there are vocab.json and merges.txt. Otherwise None.
     """
-    path_of_name = {path.name: path for path in files}
-    if TOKENIZER_JSON in path_of_name:
-        return path_of_name[TOKENIZER_JSON]
-    if VOCAB_JSON in path_of_name and MERGES_TXT in path_of_name:
-        return path_of_name[VOCAB_JSON]
+    path_by_name = {path.name: path for path in files}
+    if TOKENIZER_JSON in path_by_name:
+        return path_by_name[TOKENIZER_JSON]
+    if VOCAB_JSON in path_by_name and MERGES_TXT in path_by_name:
+        return path_by_name[VOCAB_JSON]
     return None

@@ -57,12 +57,12 @@ def _stripped_url(url: re.Match[str]) -> str:
     user_and_password = url["user"]
     url_query = url["query"] or ""
     if user_and_password is None or ":" in user_and_password or url_scheme not in NAMES_BEFORE_AT:
-        user_without_secrets = ""
+        kept_user_prefix = ""
     else:
-        user_without_secrets = f"{user_and_password}@"
+        kept_user_prefix = f"{user_and_password}@"
     if url_scheme in ("http", "https") or "=" in url_query:
         url_query = ""
-    return f"{url_scheme}://{user_without_secrets}{url['path']}{url_query}"
+    return f"{url_scheme}://{kept_user_prefix}{url['path']}{url_query}"
 
 
 def visible(text: object) -> str:
@@ -84,12 +84,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(*lines: object) -> None:
-    """Prints lines to stdout, each filtered by `visible`."""
+    """Prints lines to stdout, each without secrets and with escaped control characters."""
     print(*map(visible, lines), sep="\n")
 
 
 def say_error(*lines: object) -> None:
-    """Prints lines to stderr, each filtered by `visible`."""
+    """Prints lines to stderr, each without secrets and with escaped control characters."""
     print(*map(visible, lines), sep="\n", file=sys.stderr, flush=True)
 
 
@@ -124,7 +124,7 @@ class _SafeFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             num_written_bytes = super().write(data)
-            # `write` returns None if the stream is full, and a write to it does not wait.
+            # `write` returns None if the stream is non-blocking and full.
             while num_written_bytes is None:
                 select.select([], [self], [])
                 num_written_bytes = super().write(data)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow
 
-from activation_extraction.common.errors import install, one_line
+from activation_extraction.common.errors import install_advice, one_line
 from activation_extraction.common.tokenizer_files import (
     MERGES_TXT,
     TOKENIZER_JSON,
@@ -271,7 +271,7 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
     try:
         from tokenizers import Tokenizer, decoders, models
     except ImportError:
-        raise LookupError(f"needs the package tokenizers; {install('tokenizers')}") from None
+        raise LookupError(f"needs the package tokenizers; {install_advice('tokenizers')}") from None
     metadata = dataset.metadata
     try:
         tokenizer_path = dataset.tokenizer_path

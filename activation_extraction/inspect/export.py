@@ -16,7 +16,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from activation_extraction.common.errors import InputError, RunError, install, one_line, reason_of
+from activation_extraction.common.errors import (
+    InputError,
+    RunError,
+    install_advice,
+    one_line,
+    reason_of,
+)
 from activation_extraction.common.interrupts import raise_on_ctrl_c
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
@@ -93,7 +99,9 @@ def export(
     flag_and_format = f"--export {export_format.flag_value}"
     needed_package = export_format.needed_package
     if find_spec(needed_package) is None:
-        raise InputError(f"{flag_and_format}: needs {needed_package}; {install(needed_package)}")
+        raise InputError(
+            f"{flag_and_format}: needs {needed_package}; {install_advice(needed_package)}"
+        )
     if "://" in target_folder:
         raise InputError(f"--export_dir {target_folder}: is a URL; expected a local folder")
     target_folder = os.path.normpath(target_folder)

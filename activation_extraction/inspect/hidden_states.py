@@ -26,7 +26,13 @@ import ml_dtypes
 import numpy as np
 
 from activation_extraction.common.encodings import FLOAT8, LARGEST_E4M3, VALUE_DTYPE
-from activation_extraction.common.errors import InputError, RunError, install, one_line, reason_of
+from activation_extraction.common.errors import (
+    InputError,
+    RunError,
+    install_advice,
+    one_line,
+    reason_of,
+)
 from activation_extraction.common.safetensors import read_header
 from activation_extraction.inspect.draft_files import (
     FINAL_NORM_HOOK,
@@ -424,7 +430,7 @@ def _torch_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         import torch
     except ModuleNotFoundError as error:
-        raise InputError(f"{path}: reading it needs torch; {install('torch')}") from error
+        raise InputError(f"{path}: reading it needs torch; {install_advice('torch')}") from error
     try:
         file_bytes = path.read_bytes()
         if path.suffix == ".gz":

@@ -10,7 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.common.errors import InputError, RunError, install_extra, reason_of
+from activation_extraction.common.errors import (
+    InputError,
+    RunError,
+    install_extra_advice,
+    reason_of,
+)
 from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
@@ -47,7 +52,7 @@ def show_report(root: Folder, file: str) -> int:
         report_path = Path(local_path(root.full_url) if root.is_local else "", "report.html")
     for package_name in ("matplotlib", "jinja2"):
         if find_spec(package_name) is None:
-            raise InputError(f"--report: needs {package_name}; {install_extra('report')}")
+            raise InputError(f"--report: needs {package_name}; {install_extra_advice('report')}")
     if report_path.is_dir() or not report_path.parent.is_dir():
         raise InputError(f"--report {report_path}: expected a file in a folder that exists")
     run_dataset = _open_dataset(root, log_by_folder)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from activation_extraction.cli.flags import DEFAULT_DATASET, Config
-from activation_extraction.common.errors import InputError, install_extra, one_line
+from activation_extraction.common.errors import InputError, install_extra_advice, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
 from activation_extraction.model.devices import USABLE, memory_of
@@ -295,7 +295,8 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
     """
     if find_spec("libtpu") is None:
         log.info(
-            "nothing is compiled: that needs libtpu, the TPU compiler; %s", install_extra("plan")
+            "nothing is compiled: that needs libtpu, the TPU compiler; %s",
+            install_extra_advice("plan"),
         )
         return None
     for variable_name, variable_value in LIBTPU_VARIABLES.items():

@@ -33,7 +33,7 @@ from activation_extraction.cli.console import Clock
 from activation_extraction.cli.flags import HostOptions
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
 from activation_extraction.common.interrupts import raise_on_ctrl_c
-from activation_extraction.common.log import activity_of_thread
+from activation_extraction.common.log import activity_by_thread_id
 from activation_extraction.common.visible import say_error
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.host_rows import count_hosts
@@ -418,9 +418,9 @@ class Watchdog:
                 f"{self.max_silent_seconds:g} s"
             )
             remedy_in_words = "to continue, start the run again without --overwrite"
-            # `activity_of_thread` tells which rows the threads are working on. Applying a chat
+            # `activity_by_thread_id` tells which rows the threads are working on. Applying a chat
             # template to a row may hang.
-            if activities_in_words := ", ".join(list(activity_of_thread.values())):
+            if activities_in_words := ", ".join(list(activity_by_thread_id.values())):
                 problem_in_words = f"{activities_in_words}: {problem_in_words}"
                 remedy_in_words = (
                     "change or leave out the row, or the template, and start anew with --overwrite"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
-from activation_extraction.common.errors import InputError, install, one_line
+from activation_extraction.common.errors import InputError, install_advice, one_line
 from activation_extraction.common.retries import hub_unreachable
 from activation_extraction.store.answers import FailureKind, failure_kind_of
 from activation_extraction.store.local_files import FileEntry, FolderError, check_size
@@ -63,7 +63,9 @@ class HubFolder:
         try:
             import huggingface_hub  # noqa: F401 (runs in other places can be read without this package)
         except ImportError as error:
-            missing_package_message = f"{url}: needs huggingface_hub; {install('huggingface_hub')}"
+            missing_package_message = (
+                f"{url}: needs huggingface_hub; {install_advice('huggingface_hub')}"
+            )
             raise InputError(missing_package_message) from error
         url_match = REPOSITORY_URL.fullmatch(url)
         if url_match is None:
