@@ -88,7 +88,7 @@ def test_parts_are_codes_times_scales_rounded_once(tmp_path, shape, of_scales, d
         ranges = [range(size)[each] for size, each in zip(wanted.shape, chosen, strict=True)]
         for dtype_of_run in (np.float32, BFLOAT16):
             rounded = partial(read, dtype=dtype_of_run)
-            got = spec.read_slice(rounded, dtype_of_run, ranges, values_at_once=300)
+            got = spec.read_slice(rounded, dtype_of_run, ranges, num_values_per_read=300)
             np.testing.assert_array_equal(got, wanted[chosen].astype(dtype_of_run))
 
 

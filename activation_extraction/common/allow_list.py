@@ -31,13 +31,14 @@ class AllowListUnpickler(pickle.Unpickler):
     Subclasses define the attributes.
 
     Attributes:
-        allowed_objects: Full name in a pickle ("module.name") -> object that is used in its place.
+        replacement_by_allowed_name: Full name in a pickle ("module.name") -> object that is used in
+            its place.
         error_type: Type of the exception for a name that is not listed.
         refusal_reason: Reason why names that are not listed are refused. It ends the exception's
             message.
     """
 
-    allowed_objects: ClassVar[Mapping[str, Any]]
+    replacement_by_allowed_name: ClassVar[Mapping[str, Any]]
     error_type: ClassVar[type[Exception]]
     refusal_reason: ClassVar[str]
 
@@ -55,9 +56,9 @@ class AllowListUnpickler(pickle.Unpickler):
             Exception: If the name is not listed. The type of the exception is `error_type`.
         """
         full_name = f"{module}.{name}"
-        if full_name not in self.allowed_objects:
+        if full_name not in self.replacement_by_allowed_name:
             raise self.error_type(f"refused: would import {full_name!r:.80}; {self.refusal_reason}")
-        return self.allowed_objects[full_name]
+        return self.replacement_by_allowed_name[full_name]
 
 
 class _CompleteInstructions:

@@ -1,6 +1,6 @@
 """Estimates the memory and the duration of a step on a mesh, by formula.
 
-`CostModel` describes a step of a model, and estimates its cost on any mesh without `pipeline`.
+`CostModel` estimates the cost of one step of a model on any mesh without `pipeline`.
 mesh_choice.py uses the estimates for `--mesh_type auto`, and run/estimate.py for `--plan`. A device
 needs this time for a step:
 
@@ -77,18 +77,19 @@ class StepCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """A step of a model, whose cost can be estimated on any mesh.
+    """Estimates the cost of one step of a model on any mesh without the axis `pipeline`.
 
     Attributes:
         model: Model with its hooks. The mesh of the model is ignored.
-        weights: Path of each parameter of the model -> its shape, axes and tensors.
-        num_rows: Number of rows in a step, of all hosts together.
+        weight_spec_by_path: Path of each parameter of the model -> its `WeightSpec`, which contains
+            the shape and the logical axes of the parameter.
+        num_rows: Number of rows in the step, of all hosts together.
         row_length: Number of tokens per row.
         encoders: Encoders of the autoencoders whose codes the step computes.
     """
 
     model: HookedModel
-    weights: WeightTable
+    weight_spec_by_path: WeightTable
     num_rows: int
     row_length: int
     encoders: Sequence[Encoder] = ()
@@ -104,9 +105,9 @@ class CostModel:
         chip = chip_of(devices[0]) or STAND_IN_CHIP
         num_linked_devices = linked_devices(devices)
         seconds_on_one_device = 0.0
-        for num_operations, dtype in self._operations:
+        for flop_count, dtype in self._flop_counts_and_dtypes:
             chip_with_speed_for_dtype = at_dtype(chip, dtype, devices[0].platform)
-            seconds_on_one_device += num_operations / chip_with_speed_for_dtype.flops_per_second
+            seconds_on_one_device += flop_count / chip_with_speed_for_dtype.flops_per_second
         bytes_per_second_of_axis = {
             axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES
         }
@@ -122,19 +123,19 @@ class CostModel:
         )
 
     @cached_property
-    def _operations(self) -> list[tuple[float, Any]]:
-        """The floating-point operations of a step, on all devices together.
+    def _flop_counts_and_dtypes(self) -> list[tuple[float, Any]]:
+        """The numbers of floating-point operations in a step, on all devices together.
 
-        The list contains a tuple for the model, and then a tuple for each autoencoder: the number
-        of operations, and the dtype of the products.
+        The list contains a tuple for the model, and then a tuple for each autoencoder. A tuple
+        contains the number of floating-point operations, and the dtype of the matrix products.
         """
         num_tokens = self.num_rows * self.row_length
-        operations_and_dtypes = [
+        flop_counts_and_dtypes = [
             (self.num_rows * self.model.flops([self.row_length]), self.model.dtype)
         ]
         for encoder in self.encoders:
-            operations_and_dtypes.append((num_tokens * encoder.flops, encoder.autoencoder.dtype))
-        return operations_and_dtypes
+            flop_counts_and_dtypes.append((num_tokens * encoder.flops, encoder.autoencoder.dtype))
+        return flop_counts_and_dtypes
 
     def memory_bytes(self, layout: Layout) -> float:
         """Returns the bytes of memory that a device needs for the step.
@@ -150,7 +151,10 @@ class CostModel:
         # The number of weight values on a device. Weights and activations have the model's dtype.
         # The values of activations are counted per token in `activation_values_per_token`.
         num_weight_values = float(
-            sum(_values_on_device(layout, weight_spec) for weight_spec in self.weights.values())
+            sum(
+                _values_on_device(layout, weight_spec)
+                for weight_spec in self.weight_spec_by_path.values()
+            )
         )
         if layout.size("fsdp") > 1:
             # A device gathers the whole weights of the next layer while it computes a layer, so it
@@ -160,17 +164,20 @@ class CostModel:
             6 * model_config.hidden_size + 4 * model_config.sizes.get("F", 0) // num_model_devices
         )
         if model_config.experts is not None:
-            # Each expert of a token has its own copy of the token's activations.
-            expert_copies_per_token = model_config.experts.per_token * layout.size("expert")
-            values_per_expert_copy = (
+            # A token has a row of activations for each expert that it chooses (see experts.py). A
+            # device computes its experts for its own tokens and for as many tokens of every other
+            # device along the mesh axis `expert`, so it stores the rows of all these tokens.
+            expert_rows_per_token = model_config.experts.per_token * layout.size("expert")
+            activation_values_per_expert_row = (
                 2 * model_config.hidden_size + model_config.experts.width // num_model_devices
             )
-            activation_values_per_token += expert_copies_per_token * values_per_expert_copy
+            activation_values_per_token += expert_rows_per_token * activation_values_per_expert_row
         if self.model.predicts:
             # To compute a block of logits, a device gathers the parts of the head that are split
             # along the mesh axis fsdp.
             head_spec = (
-                self.weights.get(("lm_head", "weight")) or self.weights["embed_tokens", "weight"]
+                self.weight_spec_by_path.get(("lm_head", "weight"))
+                or self.weight_spec_by_path["embed_tokens", "weight"]
             )
             num_gathered_head_values = _values_on_device(layout, head_spec, unsplit_axis="fsdp")
             num_weight_values += num_gathered_head_values - _values_on_device(layout, head_spec)
@@ -211,7 +218,7 @@ class CostModel:
         """
         moved_bytes = sum(
             self._weight_traffic(layout, parameter_path, weight_spec)
-            for parameter_path, weight_spec in self.weights.items()
+            for parameter_path, weight_spec in self.weight_spec_by_path.items()
             if parameter_path[0] == "layers"
         )
         return (moved_bytes + self._bytes_along_expert(layout)) / self.model.num_layers
@@ -219,7 +226,7 @@ class CostModel:
     def _moved_bytes(self, layout: Layout) -> float:
         """Returns the bytes that a device reads from and writes to its memory in a step."""
         moved_bytes = self._bytes_along_expert(layout)
-        for parameter_path, weight_spec in self.weights.items():
+        for parameter_path, weight_spec in self.weight_spec_by_path.items():
             moved_bytes += self._weight_traffic(layout, parameter_path, weight_spec)
         return moved_bytes
 
@@ -246,17 +253,17 @@ class CostModel:
             if experts_config is not None and "experts" in path:
                 num_token_matrix_products *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
-            # For each token, a product with a weight matrix reads its input from memory and writes
-            # its output to memory. One of the two has the hidden size, and the length of the other
-            # one is computed here. The hidden size is added below, except for up_proj, because its
-            # input is the input of gate_proj, for which it is already counted.
-            input_and_output_values_per_token = math.prod(weight_axis_sizes) / hidden_size
+            # For each token, a product with a weight matrix reads an input vector from memory and
+            # writes an output vector to memory. One of the two vectors has `hidden_size` values.
+            # The number of values of the other vector is the number of weights in the matrix,
+            # divided by `hidden_size`.
+            num_moved_vector_values = math.prod(weight_axis_sizes) / hidden_size
+            # The vector with `hidden_size` values is the input of both up_proj and gate_proj. It is
+            # only counted for gate_proj, because the two products read it together.
             if "up_proj" not in path:
-                input_and_output_values_per_token += hidden_size
+                num_moved_vector_values += hidden_size
             num_moved_values += (
-                num_token_matrix_products
-                * input_and_output_values_per_token
-                / layout.size(*MODEL_AXES)
+                num_token_matrix_products * num_moved_vector_values / layout.size(*MODEL_AXES)
             )
         return self.model.dtype.itemsize * num_moved_values
 
@@ -289,14 +296,14 @@ class CostModel:
         num_weight_values_by_layer_type = Counter[str]()
         # If layers are of different types, the second part of a parameter's path is the type.
         has_several_layer_types = len({*self.model.config.layer_types}) > 1
-        for parameter_path, weight_spec in self.weights.items():
+        for parameter_path, weight_spec in self.weight_spec_by_path.items():
             if parameter_path[0] == "layers":
                 layer_type = parameter_path[1] if has_several_layer_types else ""
-                num_values_of_all_layers = _values_on_device(
+                num_gathered_values_on_device = _values_on_device(
                     layout, weight_spec, unsplit_axis="fsdp"
                 )
                 num_weight_values_by_layer_type[layer_type] += (
-                    num_values_of_all_layers // weight_spec.shape[0]
+                    num_gathered_values_on_device // weight_spec.shape[0]
                 )
         return max(num_weight_values_by_layer_type.values(), default=0)
 
@@ -308,7 +315,7 @@ class CostModel:
         """
         uses_embedding_as_head = self.model.predicts and self.model.config.tie_word_embeddings
         num_received_values = 0
-        for parameter_path, weight_spec in self.weights.items():
+        for parameter_path, weight_spec in self.weight_spec_by_path.items():
             if parameter_path[0] != "embed_tokens" or uses_embedding_as_head:
                 num_received_values += _values_on_device(layout, weight_spec, unsplit_axis="fsdp")
                 num_received_values -= _values_on_device(layout, weight_spec)
@@ -379,11 +386,11 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
     num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
-    # A device exchanges data with all devices along the axis. Groups of this number of consecutive
-    # devices contain all of them.
-    num_consecutive_devices = 1
+    # If the devices of the mesh are divided into blocks of `block_size` consecutive devices, a
+    # device only exchanges data along the axis with devices of its own block.
+    block_size = 1
     if axis in axis_names:
-        num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])
-    if linked % num_consecutive_devices == 0:
+        block_size = layout.size(*axis_names[axis_names.index(axis) :])
+    if linked % block_size == 0:  # fast links connect all devices of a block
         return chip.link_bytes_per_second * num_links_used
     return chip.network_bytes_per_second

@@ -42,8 +42,10 @@ def text_name(name: str) -> str | None:
 
     Returns:
         The name in the language model, such as model.norm.weight. None for a tensor that is not
-        part of the language model, or whose values are not read. A name without a known module is
-        returned unchanged.
+        read: a tensor of a module outside of the language model (OTHER_MODULES), or a tensor whose
+        values follow from the configuration (its name ends with RECOMPUTED). If the first module
+        in the name, after any CONTAINERS, is neither one of OTHER_MODULES nor a module of the
+        language model (embed_tokens, layers, norm or lm_head), the name is returned unchanged.
     """
     module_names = name.split(".")
     while module_names and module_names[0] in CONTAINERS:

@@ -85,7 +85,7 @@ def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
 class _Unpickler(AllowListUnpickler):
     """Unpickles plain containers, plain values and tensors, and rejects everything else."""
 
-    allowed_objects = {
+    replacement_by_allowed_name = {
         "collections.OrderedDict": dict,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
@@ -96,7 +96,8 @@ class _Unpickler(AllowListUnpickler):
         "torch.LongStorage": "int64",
         "torch.IntStorage": "int32",
     }
-    error_type = InputError  # type of the exception for a name that is not listed
+    # Type of the exception for a name in the pickle that `replacement_by_allowed_name` lacks.
+    error_type = InputError
     refusal_reason = "only tensors are read"
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:
@@ -119,8 +120,8 @@ class _Unpickler(AllowListUnpickler):
 
         Args:
             pid: The persistent id: a tuple of "storage", the name of the storage's dtype (see
-                `allowed_objects`), the name of the storage in the archive, and other elements,
-                which are ignored.
+                `replacement_by_allowed_name`), the name of the storage in the archive, and other
+                elements, which are ignored.
 
         Returns:
             A tuple of:

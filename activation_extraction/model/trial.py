@@ -239,27 +239,31 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
         length: The number of tokens per row.
         dtype: The dtype of the computation.
     """
-    num_query_devices = layout.size("query")
-    num_head_devices = layout.size("model")
-    num_queries = length // num_query_devices
+    num_devices_sharing_queries = layout.size("query")
+    num_devices_sharing_heads = layout.size("model")
+    num_queries = length // num_devices_sharing_queries
     if num_queries > 2 * LENGTH_MODULUS:
         num_queries = 2 * LENGTH_MODULUS + num_queries % LENGTH_MODULUS
-    num_keys = num_queries * num_query_devices
+    num_keys = num_queries * num_devices_sharing_queries
     head_dim = config.head_dim
     rng = np.random.default_rng(0)
     draw_normal = partial(_normal, rng, dtype, 2, num_keys)
     segment_ids = _segments(num_keys)
     # The scores are scaled to a narrow range, so that all keys contribute to the result.
-    q = draw_normal(config.num_attention_heads // num_head_devices, head_dim, scale=head_dim**-0.5)
-    k = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
-    v = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
+    q = draw_normal(
+        config.num_attention_heads // num_devices_sharing_heads, head_dim, scale=head_dim**-0.5
+    )
+    k = draw_normal(config.num_key_value_heads // num_devices_sharing_heads, head_dim)
+    v = draw_normal(config.num_key_value_heads // num_devices_sharing_heads, head_dim)
     window_argument_choices: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
         window_argument_choices.append((min(config.sliding_window, max(num_keys // 6, 1)),))
     for window_arguments in window_argument_choices:
         for first_index in range(0, num_keys, num_queries):
             query_slice = slice(first_index, first_index + num_queries)
-            first_query_index = first_index if num_query_devices == 1 else jnp.int32(first_index)
+            first_query_index = (
+                first_index if num_devices_sharing_queries == 1 else jnp.int32(first_index)
+            )
             query_segment_ids = segment_ids[:, query_slice]
             attention_arrays = q[:, query_slice], k, v, Segments(query_segment_ids, segment_ids)
             attention_arguments = (

@@ -42,14 +42,14 @@ class WeightFile(ABC):
         name: The name of the file, without folders.
         location: The path or URL of the file, for messages.
         byte_count: The size of the file in bytes.
-        values_at_once: The approximate number of values that a caller of `read` should read at a
-            time.
+        num_values_per_read: The approximate number of values that a caller should read with one
+            call of `read`.
     """
 
     name: str
     location: str
     byte_count: int
-    values_at_once: int
+    num_values_per_read: int
 
     @cached_property
     def header(self) -> Header:
@@ -97,7 +97,7 @@ class WeightFile(ABC):
 class LocalFile(WeightFile):
     """A weight file on this machine, which is mapped into memory."""
 
-    values_at_once = 2**20
+    num_values_per_read = 2**20
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -144,7 +144,7 @@ class RemoteFile(WeightFile):
     """
 
     # A read of fewer values would be divided into too few requests that run in parallel.
-    values_at_once = 4 * REQUEST_BYTES
+    num_values_per_read = 4 * REQUEST_BYTES
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name = name
@@ -283,8 +283,8 @@ def read_index(path: Path) -> dict[str, str]:
         file_name_by_tensor = dict(json.loads(path.read_bytes())["weight_map"])
         for tensor_name, file_name in file_name_by_tensor.items():
             if type(file_name) is not str or not SHARD_NAME.fullmatch(file_name):
-                shown_names = f"{ascii(file_name):.80} for {ascii(tensor_name):.80}"
-                raise ValueError(f"weight_map: {shown_names}, expected a file beside it")
+                index_entry_in_words = f"{ascii(file_name):.80} for {ascii(tensor_name):.80}"
+                raise ValueError(f"weight_map: {index_entry_in_words}, expected a file beside it")
         return file_name_by_tensor
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: not a safetensors index: {error!r}") from error

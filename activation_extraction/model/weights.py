@@ -1,9 +1,9 @@
-"""Loads the parameters of a model from the tensors of a checkpoint, directly into their shards.
+"""Loads the parameters of a model from the tensors of a checkpoint onto the devices.
 
 `WeightSpec` declares how to make one parameter from tensors. `check_tensors` compares all
 parameters with the checkpoint before any values are read. `load_params` reads only the parts of the
-files that the devices of this host need. A shard is the part of a parameter that is on one device,
-as in JAX. qwen2_jax.py lists the parameters of a model, and checkpoint.py reads tensors.
+files that the devices of this host need, and puts each part directly on its devices. qwen2_jax.py
+lists the parameters of a model, and checkpoint.py reads tensors.
 
 A parameter may be a stack of the tensors of all layers. On a mesh with a `pipeline` axis, the
 layers are divided into stages of consecutive layers, one stage for each index of this axis.
@@ -101,16 +101,16 @@ class WeightSpec:
         return tuple(tensor_shape)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Translates a part of the parameter to the bounds of this part in a tensor.
+        """Returns where the values of a part of this parameter are in a tensor of the checkpoint.
 
         Args:
-            ranges: The range of the part on each axis of the parameter that is not stacked. On
+            ranges: The range of the part on each axis of the parameter after its stacked axes. On
                 head_dim, which the mesh never splits, the range is the whole axis. If
                 `tensor_slice.is_per_head` is set, the range on the axis of heads contains a single
                 head.
 
         Returns:
-            The start and stop on each axis of the tensor.
+            The start and stop of the values on each axis of the tensor.
         """
         bounds_by_axis: list[tuple[int, int]] = []
         axis_names = self.logical_axes[self.num_stacked_axes :]
@@ -159,7 +159,7 @@ class WeightSpec:
         read: ReadTensor,
         dtype: Any,
         ranges: Sequence[range],
-        values_at_once: int = sys.maxsize,
+        num_values_per_read: int = sys.maxsize,
     ) -> np.ndarray:
         """Reads a part of the parameter into a new array. Each value is copied once.
 
@@ -168,24 +168,24 @@ class WeightSpec:
                 returns this part of the tensor.
             dtype: The dtype of the returned array.
             ranges: The range of the part on each axis of the parameter.
-            values_at_once: The approximate number of values of a tensor to read at a time, which
-                limits the memory for values that are not yet rounded to `dtype`. Tensors of single
-                experts are read whole.
+            num_values_per_read: The approximate number of values of a tensor to read at a time,
+                which limits the memory for values that are not yet rounded to `dtype`. Tensors of
+                single experts are read whole.
 
         Returns:
             The array, with the shape of the part.
         """
         parameter_part = _aligned([*map(len, ranges)], dtype)
         first_unstacked_axis = self.num_stacked_axes
-        rows_at_once = max(
-            values_at_once // math.prod(parameter_part.shape[first_unstacked_axis + 1 :]), 1
+        num_rows_per_read = max(
+            num_values_per_read // math.prod(parameter_part.shape[first_unstacked_axis + 1 :]), 1
         )
         # Tensors of single experts may have their axes in reverse order. Rows of the parameter are
         # then columns of the tensor, which are spread over its bytes, so the tensor is read whole.
         if "experts" in self.logical_axes[:first_unstacked_axis]:
-            rows_at_once = len(ranges[first_unstacked_axis])
-        for first_row in range(0, len(ranges[first_unstacked_axis]), rows_at_once):
-            row_slice = slice(first_row, first_row + rows_at_once)
+            num_rows_per_read = len(ranges[first_unstacked_axis])
+        for first_row in range(0, len(ranges[first_unstacked_axis]), num_rows_per_read):
+            row_slice = slice(first_row, first_row + num_rows_per_read)
             ranges_of_rows = (
                 *ranges[:first_unstacked_axis],
                 ranges[first_unstacked_axis][row_slice],
@@ -274,15 +274,15 @@ def orient_experts(
         A copy of the table, in which the specs of fused experts have the order of axes of this
         checkpoint.
     """
-    fused_spec_by_path = {
+    fused_experts_spec_by_path = {
         parameter_path: weight_spec
         for parameter_path, weight_spec in table.items()
         if "experts" in weight_spec.logical_axes[weight_spec.num_stacked_axes :]
     }
-    input_first_spec_by_path = dict(fused_spec_by_path)
-    for parameter_path, weight_spec in fused_spec_by_path.items():
+    spec_with_input_axis_first_by_path = dict(fused_experts_spec_by_path)
+    for parameter_path, weight_spec in fused_experts_spec_by_path.items():
         tensor_slice = weight_spec.tensor_slice and weight_spec.tensor_slice._replace(axis=2)
-        input_first_spec_by_path[parameter_path] = dataclasses.replace(
+        spec_with_input_axis_first_by_path[parameter_path] = dataclasses.replace(
             weight_spec, has_input_axis_first=True, tensor_slice=tensor_slice
         )
 
@@ -300,8 +300,10 @@ def orient_experts(
                     return False
         return True
 
-    if shapes_agree(input_first_spec_by_path) and not shapes_agree(fused_spec_by_path):
-        return {**table, **input_first_spec_by_path}
+    if shapes_agree(spec_with_input_axis_first_by_path) and not shapes_agree(
+        fused_experts_spec_by_path
+    ):
+        return {**table, **spec_with_input_axis_first_by_path}
     return {**table}
 
 
@@ -425,14 +427,16 @@ def load_params(
         return False, file_of_first_tensor.name, header_entry.offset
 
     def load(path: ParamPath, layer: int | None) -> jax.Array:
-        """Reads a parameter, or one layer of it in every stage, into an array on the devices.
+        """Reads a parameter, or some of its layers, into an array on the devices.
 
         Args:
             path: The path of the parameter.
-            layer: The number of a layer in its stage; None for a parameter without layers.
+            layer: The number of a layer within a pipeline stage, from 0. The layer with this number
+                is read for every stage. None to read a parameter without layers as a whole.
 
         Returns:
-            The layer of each stage, (stages, ...), or the whole parameter.
+            The weights of this layer in each stage, (stages, ...). If `layer` is None, the whole
+            parameter.
         """
         weight_spec = table[path]
         array_axes = weight_spec.logical_axes
@@ -444,28 +448,28 @@ def load_params(
                 layer, weight_spec.shape[0], weight_spec.shape[0] // stage_count
             )
         read_tensor = functools.partial(checkpoint.read, dtype=dtype)
-        # Index of a shard of the array, as text -> values of the shard. Several devices may need
-        # the same shard, which is read only once.
-        shard_by_index_text: dict[str, np.ndarray] = {}
+        # Index of a part of the array, as text -> values of the part. Several devices may need the
+        # same part, which is read only once.
+        part_by_index_text: dict[str, np.ndarray] = {}
 
-        def shard_at(index: Index | None) -> np.ndarray:
+        def part_at(index: Index | None) -> np.ndarray:
             index_text = str(index)
-            if index_text not in shard_by_index_text:
-                shard_ranges = ranges_by_axis
+            if index_text not in part_by_index_text:
+                part_ranges = ranges_by_axis
                 if index:
-                    shard_ranges = [
+                    part_ranges = [
                         axis_range[axis_slice]
                         for axis_range, axis_slice in zip(ranges_by_axis, index, strict=True)
                     ]
-                shard = weight_spec.read_slice(
-                    read_tensor, dtype, shard_ranges, file_of_first_tensor.values_at_once
+                part_values = weight_spec.read_slice(
+                    read_tensor, dtype, part_ranges, file_of_first_tensor.num_values_per_read
                 )
-                shard_by_index_text[index_text] = shard.view(loaded_dtype)
-            return shard_by_index_text[index_text]
+                part_by_index_text[index_text] = part_values.view(loaded_dtype)
+            return part_by_index_text[index_text]
 
         loaded_shape = tuple(map(len, ranges_by_axis))
         loaded_array = jax.make_array_from_callback(
-            loaded_shape, layout.sharding(array_axes, loaded_shape), shard_at
+            loaded_shape, layout.sharding(array_axes, loaded_shape), part_at
         )
         return jax.block_until_ready(loaded_array)  # so that the host's copy can be freed
 
@@ -521,8 +525,8 @@ def _put_layer(stack: jax.Array, layers: jax.Array, layer_number: jax.Array) -> 
     Returns:
         The stack with these layers.
     """
-    layers_by_stage = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
-    updated_layers_by_stage = lax.dynamic_update_index_in_dim(
-        layers_by_stage, layers, layer_number, axis=1
+    stack_in_stages = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
+    updated_stack_in_stages = lax.dynamic_update_index_in_dim(
+        stack_in_stages, layers, layer_number, axis=1
     )
-    return updated_layers_by_stage.reshape(stack.shape)
+    return updated_stack_in_stages.reshape(stack.shape)

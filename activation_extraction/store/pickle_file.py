@@ -302,7 +302,8 @@ class _Array(np.ndarray):
 
 
 NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1", "bfloat16")
-ALLOWED: dict[str, Any] = {
+# Full name of a class or function in a pickle -> object that is used in its place.
+REPLACEMENT_BY_ALLOWED_NAME: dict[str, Any] = {
     "numpy.ndarray": _Array,
     "numpy.dtype": _DType,
     "numpy.core.multiarray._reconstruct": _Array,
@@ -314,6 +315,7 @@ ALLOWED: dict[str, Any] = {
 class _Unpickler(AllowListUnpickler):
     """An unpickler that makes only plain containers and NumPy arrays of numbers."""
 
-    allowed_objects = ALLOWED  # full name in a pickle -> object that is used in its place
-    error_type = UnsafeError  # type of the exception for a name that is not listed
+    replacement_by_allowed_name = REPLACEMENT_BY_ALLOWED_NAME
+    # Type of the exception for a name in the pickle that `replacement_by_allowed_name` lacks.
+    error_type = UnsafeError
     refusal_reason = "no shard of ours does"
