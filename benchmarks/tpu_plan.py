@@ -80,7 +80,7 @@ class Compiled(NamedTuple):
     @property
     def rows(self) -> int:
         """The number of rows that all chips together compute in a step."""
-        return self.program.batch_shape[0] * self.program.rows.hosts
+        return self.program.batch_shape[0] * self.program.rows.num_hosts
 
     @property
     def length(self) -> int:

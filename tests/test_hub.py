@@ -331,7 +331,7 @@ def dead_hub(request, address):
     [
         (MODEL, ["config.json", SINGLE_FILE], (), "chat_template.jinja"),
         (MODEL, ["config.json", *SHARDS], SHARDS, "tokenizer_config.json"),
-        (ADAPTER, [ADAPTER.config_file, ADAPTER.weights_file], (), "x.json"),
+        (ADAPTER, [ADAPTER.config_file_name, ADAPTER.weights_file_name], (), "x.json"),
         (AUTOENCODER, ["k/cfg.json", "k/sae.safetensors"], (), "k/x.json"),
     ],
 )
@@ -357,7 +357,7 @@ def test_a_whole_model_in_the_cache_is_read_if_the_hub_cannot_be_reached(
         (MODEL, ["config.json"], (), INDEX_FILE),
         (MODEL, ["config.json", *SHARDS[:1]], SHARDS, "chat_template.jinja"),
         (MODEL, ["config.json", *SHARDS[:1]], SHARDS, SHARDS[1]),
-        (ADAPTER, [ADAPTER.config_file], (), ADAPTER.weights_file),
+        (ADAPTER, [ADAPTER.config_file_name], (), ADAPTER.weights_file_name),
         (AUTOENCODER, ["k/cfg.json"], (), "k/sae.safetensors"),
     ],
 )

@@ -268,7 +268,7 @@ def test_a_model_in_a_bucket_that_fails_is_the_local_one(demo_inputs, monkeypatc
     assert sum(bucket.failed.values()) > 3
     size = (demo_inputs / "model" / SINGLE_FILE).stat().st_size
     assert bucket.served - served < 2.5 * size
-    assert remote.commit is None and model_digest(remote) == model_digest(local)
+    assert remote.git_commit is None and model_digest(remote) == model_digest(local)
     tokenizers = [load_tokenizer(where.tokenizer_files(), "", 2048) for where in (remote, local)]
     assert len({tokenizer.backend_tokenizer.to_str() for tokenizer in tokenizers}) == 1
 

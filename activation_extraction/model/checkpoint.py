@@ -91,7 +91,7 @@ class Checkpoint(Repository):
         Raises:
             InputError: If the weights are missing, or the repository contains an adapter.
         """
-        if ADAPTER.config_file in self.file_names:
+        if ADAPTER.config_file_name in self.file_names:
             raise self.adapter_error()
         tensor_names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
         return text_names(tensor_names_in_files, self.flag_and_path)
@@ -209,7 +209,7 @@ class Checkpoint(Repository):
 
         It is the default `Float8Format` if config.json is missing or describes no quantisation.
         """
-        config_path = self.find(MODEL.config_file)
+        config_path = self.find(MODEL.config_file_name)
         if config_path is None:
             return Float8Format()
         return float8_format(read_json(config_path), str(config_path)) or Float8Format()

@@ -295,7 +295,7 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
     shape_of_host_flags = 1, 3
     shapes_of_fed_arrays = []
     for row_count, row_length in [program.batch_shape] * 3 + [shape_of_host_flags]:
-        shape_of_all_hosts = row_count * host_rows.hosts, row_length
+        shape_of_all_hosts = row_count * host_rows.num_hosts, row_length
         shapes_of_fed_arrays.append(
             jax.ShapeDtypeStruct(shape_of_all_hosts, jnp.int32, sharding=host_rows.incoming())
         )
@@ -390,7 +390,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         f" ({layout.reason_for_mesh})" if layout.reason_for_mesh else "",
     )
     if model.num_stages > 1:
-        micro_batch_count = model.micro_batches(forward.batch_shape[0] * forward.rows.hosts)
+        micro_batch_count = model.micro_batches(forward.batch_shape[0] * forward.rows.num_hosts)
         idle_percent = 100 * (model.num_stages - 1) / (micro_batch_count + model.num_stages - 1)
         log_format = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
         log.info(log_format, model.num_stages, micro_batch_count, idle_percent)

@@ -5,7 +5,7 @@ mesh. `HostRows` determines the shardings for both directions, and copies activa
 arrays. mesh.py determines the shardings during the computation. If the activations of only some
 tokens are stored, kept.py receives them.
 
-In this module, a shard is a part of an array that is on one device, as in JAX.
+In this module, a device shard is the part of an array that is on one device (`jax.Shard`).
 
 Hooks whose values have the same width and dtype share one array. The pair of this width and dtype
 is called the vector type of the hooks (`hooks.VectorType`).
@@ -44,22 +44,26 @@ class HostRows:
     mesh: Mesh
 
     @property
-    def hosts(self) -> int:
+    def num_hosts(self) -> int:
         """The number of hosts whose devices are in the mesh."""
         return self.mesh.shape["host"]
 
     def incoming(self) -> NamedSharding:
-        """Returns the sharding of the arrays that hosts feed, (rows of all hosts, ...)."""
+        """Returns the sharding of the arrays that the hosts feed to the model.
+
+        The first axis of these arrays has the rows of all hosts. Each device has all rows of its
+        host.
+        """
         return NamedSharding(self.mesh, PartitionSpec("host"))
 
     def outgoing(self, length: int, layout: Layout) -> NamedSharding:
-        """Returns the sharding of activations at hooks, (hooks, rows of all hosts, T, width).
+        """Returns the sharding of the arrays in which the model returns activations at hooks.
 
-        If each device computes rows of its own, the activations are split by rows, and each device
-        has the activations of its rows. Otherwise each device of a host has the activations of all
-        rows of the host. They are split by tokens over the devices of the host if T is divisible
-        by the number of these devices; if not, each of the devices has the activations of all
-        tokens.
+        The shape of these arrays is (hooks, rows of all hosts, T, width). If each device computes
+        rows of its own, the activations are split by rows, and each device has the activations of
+        its rows. Otherwise each device of a host has the activations of all rows of the host. They
+        are split by tokens over the devices of the host if T is divisible by the number of these
+        devices; if not, each of the devices has the activations of all tokens.
 
         Args:
             length: T, the number of tokens per row.
@@ -86,48 +90,55 @@ class HostRows:
             The rows of all hosts as one array, (rows of all hosts, ...). Each device has the
             rows of its host.
         """
-        shape_of_all_rows = (array.shape[0] * self.hosts, *array.shape[1:])
+        shape_of_all_rows = (array.shape[0] * self.num_hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_rows)
 
-    def receive(self, activations: Mapping[VectorType, Array]) -> dict[VectorType, np.ndarray]:
+    def receive(
+        self, activations_by_vector_type: Mapping[VectorType, Array]
+    ) -> dict[VectorType, np.ndarray]:
         """Copies the activations of this host's rows from its devices to the host.
 
         Args:
-            activations: Vector type (a width and a dtype) -> activations at the hooks of this type,
-                (hooks, rows of all hosts, T, width), with the sharding of `outgoing`.
+            activations_by_vector_type: Vector type (a width and a dtype) -> activations at the
+                hooks of this type, (hooks, rows of all hosts, T, width), with the sharding of
+                `outgoing`.
 
         Returns:
             Vector type -> activations of this host's rows at the hooks of this type, (hooks, B, T,
             width).
         """
         device_shards_by_vector_type = {
-            vector_type: shards_of_host(activations_of_type)
-            for vector_type, activations_of_type in activations.items()
+            vector_type: device_shards_of_host(activations_of_type)
+            for vector_type, activations_of_type in activations_by_vector_type.items()
         }
         # All copies are started before the first copy is awaited, so that they overlap.
         host_copies_by_vector_type = {}
-        for vector_type, shards_of_type in device_shards_by_vector_type.items():
+        for vector_type, device_shards_of_type in device_shards_by_vector_type.items():
             host_copies_by_vector_type[vector_type] = [
-                to_host(shard.data) for shard in shards_of_type
+                to_host(device_shard.data) for device_shard in device_shards_of_type
             ]
         received_array_by_vector_type: dict[VectorType, np.ndarray] = {}
-        for vector_type, copied_shards in host_copies_by_vector_type.items():
-            if len(copied_shards) == 1:
-                received_array_by_vector_type[vector_type] = np.asarray(copied_shards[0])
+        for vector_type, copied_device_shards in host_copies_by_vector_type.items():
+            if len(copied_device_shards) == 1:
+                received_array_by_vector_type[vector_type] = np.asarray(copied_device_shards[0])
                 continue
-            row_and_token_slices_of_shards = rows_and_tokens(
-                device_shards_by_vector_type[vector_type]
+            row_and_token_slices = rows_and_tokens(device_shards_by_vector_type[vector_type])
+            num_hooks = len(copied_device_shards[0])
+            num_rows = max(row_slice.stop for row_slice, _ in row_and_token_slices)
+            received_shape = (
+                num_hooks,
+                num_rows,
+                *activations_by_vector_type[vector_type].shape[2:],
             )
-            num_hooks = len(copied_shards[0])
-            num_rows = max(row_slice.stop for row_slice, _ in row_and_token_slices_of_shards)
-            received_shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
             received_array_by_vector_type[vector_type] = np.empty(
-                received_shape, copied_shards[0].dtype
+                received_shape, copied_device_shards[0].dtype
             )
-            for (row_slice, token_slice), copied_shard in zip(
-                row_and_token_slices_of_shards, copied_shards, strict=True
+            for (row_slice, token_slice), copied_device_shard in zip(
+                row_and_token_slices, copied_device_shards, strict=True
             ):
-                received_array_by_vector_type[vector_type][:, row_slice, token_slice] = copied_shard
+                received_array_by_vector_type[vector_type][:, row_slice, token_slice] = (
+                    copied_device_shard
+                )
         return received_array_by_vector_type
 
 
@@ -140,17 +151,17 @@ def count_hosts(devices: Sequence[Any]) -> int:
     Raises:
         InputError: If the hosts have different numbers of these devices.
     """
-    device_count_of_host = Counter(device.process_index for device in devices)
-    if len(set(device_count_of_host.values())) > 1:
+    device_count_by_host = Counter(device.process_index for device in devices)
+    if len(set(device_count_by_host.values())) > 1:
         device_counts_text = ", ".join(
             f"{device_count} on host {host_number}"
-            for host_number, device_count in sorted(device_count_of_host.items())
+            for host_number, device_count in sorted(device_count_by_host.items())
         )
         raise InputError(
             f"hosts have different numbers of devices: {device_counts_text}; expected the same on "
             "all"
         )
-    return len(device_count_of_host)
+    return len(device_count_by_host)
 
 
 def host_rows(layout: Layout) -> HostRows:
@@ -193,44 +204,46 @@ def to_host(array: Array) -> Array:
     return array
 
 
-def shards_of_host(array: Array) -> list[Any]:
-    """Returns the shards of activations on this host's devices, ordered by row and token.
+def device_shards_of_host(activations: Array) -> list[Any]:
+    """Returns the parts of the activations on this host's devices, ordered by row and token.
 
-    A shard is the part of the array that is on one device, as in JAX. If several devices have the
-    same rows and tokens, only one of their shards is returned.
+    Each part is a device shard (`jax.Shard`), which contains the activations on one device. If
+    several devices have the same rows and tokens, only one of their device shards is returned.
 
     Args:
-        array: The activations, (hooks, rows of all hosts, T, width).
+        activations: The activations, (hooks, rows of all hosts, T tokens per row, width).
     """
-    # Index of a shard's first row and of its first token -> the shard.
-    shard_of_first_row_and_token = {}
-    for shard in array.addressable_shards:
-        row_slice, token_slice = shard.index[1:3]
-        shard_of_first_row_and_token[row_slice.start or 0, token_slice.start or 0] = shard
+    # (index of the first row, index of the first token) -> the device shard that begins there.
+    device_shard_by_first_row_and_token = {}
+    for device_shard in activations.addressable_shards:
+        row_slice, token_slice = device_shard.index[1:3]
+        first_row_and_token = row_slice.start or 0, token_slice.start or 0
+        device_shard_by_first_row_and_token[first_row_and_token] = device_shard
     return [
-        shard_of_first_row_and_token[first_row_and_token]
-        for first_row_and_token in sorted(shard_of_first_row_and_token)
+        device_shard_by_first_row_and_token[first_row_and_token]
+        for first_row_and_token in sorted(device_shard_by_first_row_and_token)
     ]
 
 
-def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
-    """Returns for each shard of activations which rows and tokens of this host it contains.
+def rows_and_tokens(device_shards: Sequence[Any]) -> list[tuple[slice, slice]]:
+    """Returns the rows and the tokens of this host that each device shard contains.
 
-    A shard is the part of an array that is on one device, as in JAX.
+    A device shard is the part of the activations that is on one device (`jax.Shard`).
 
     Args:
-        shards: All shards of the activations on this host's devices. The shape of the whole
-            activations is (hooks, rows of all hosts, T tokens per row, width).
+        device_shards: All device shards of the activations on this host's devices. The shape of the
+            whole activations is (hooks, rows of all hosts, T tokens per row, width).
 
     Returns:
-        A tuple of two slices for each shard: the rows of the shard, counted from the first row of
-        this host, and the tokens of the shard in each of these rows.
+        A tuple of two slices for each device shard: its rows, counted from the first row of this
+        host, and its tokens in each of these rows.
     """
-    first_row_indices = [shard.index[1].start or 0 for shard in shards]
+    first_row_indices = [device_shard.index[1].start or 0 for device_shard in device_shards]
     first_row_index_of_host = min(first_row_indices)
-    row_and_token_slices_of_shards = []
-    for first_row_index, shard in zip(first_row_indices, shards, strict=True):
+    row_and_token_slices = []
+    for first_row_index, device_shard in zip(first_row_indices, device_shards, strict=True):
         first_row_index_in_host = first_row_index - first_row_index_of_host
-        row_slice = slice(first_row_index_in_host, first_row_index_in_host + shard.data.shape[1])
-        row_and_token_slices_of_shards.append((row_slice, shard.index[2]))
-    return row_and_token_slices_of_shards
+        num_rows = device_shard.data.shape[1]
+        row_slice = slice(first_row_index_in_host, first_row_index_in_host + num_rows)
+        row_and_token_slices.append((row_slice, device_shard.index[2]))
+    return row_and_token_slices

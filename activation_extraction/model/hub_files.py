@@ -66,11 +66,12 @@ class HubFiles:
         self._repository_kind = kind
         # Name of a file -> its path in the cache; None if the repository lacks it.
         self._path_by_file_name: dict[str, Path | None] = {}
-        # Whether the hub accepted connections, but did not answer a request.
-        self._has_unanswered_request = False
+        # Whether a download failed with LocalEntryNotFoundError (see `_download`). From then on,
+        # only files in the hub's cache are read.
+        self._has_failed_download = False
 
     @property
-    def commit(self) -> str | None:
+    def git_commit(self) -> str | None:
         self._config()
         return self._revision
 
@@ -78,7 +79,7 @@ class HubFiles:
     def is_offline(self) -> bool:
         return (
             constants.HF_HUB_OFFLINE
-            or self._has_unanswered_request
+            or self._has_failed_download
             or hub_unreachable(constants.ENDPOINT) is not None
         )
 
@@ -106,10 +107,10 @@ class HubFiles:
         Raises:
             InputError: If the repository has no configuration file.
         """
-        config_path = self.find(self._repository_kind.config_file)
+        config_path = self.find(self._repository_kind.config_file_name)
         if config_path is None:
             raise not_read.lacks_file(
-                self._flag_and_path, self._repository_kind.config_file, self.is_offline
+                self._flag_and_path, self._repository_kind.config_file_name, self.is_offline
             )
         return config_path
 
@@ -120,7 +121,7 @@ class HubFiles:
         The files belong to the same commit as the configuration file that was read first.
         """
         return RemoteFiles(
-            f"hf://{self._repository_name}@{self.commit}",
+            f"hf://{self._repository_name}@{self.git_commit}",
             self._flag_and_path,
             self._repository_kind.flag,
         )
@@ -149,9 +150,11 @@ class HubFiles:
                     local_files_only=self.is_offline,
                 )
         except LocalEntryNotFoundError as error:
-            # LocalEntryNotFoundError means that the hub could not be reached. It is a subclass of
-            # EntryNotFoundError, which means that the repository lacks the file.
-            self._has_unanswered_request = True
+            # LocalEntryNotFoundError means that the cache lacks the file, and that the hub could
+            # not be reached or the request for the file failed. The repository may contain the
+            # file, although this class is a subclass of EntryNotFoundError. From now on, only the
+            # cache is read.
+            self._has_failed_download = True
             if self._cache_shows_absence(name):
                 return None
             cache_is_empty = self._snapshot() is None
@@ -225,9 +228,9 @@ class HubFiles:
                 autoencoder_path.name.endswith(AUTOENCODER_WEIGHTS)
                 for autoencoder_path in autoencoder_folder.iterdir()
             )
-        if not (snapshot / self._repository_kind.config_file).is_file():
+        if not (snapshot / self._repository_kind.config_file_name).is_file():
             return False
-        if (snapshot / self._repository_kind.weights_file).is_file():
+        if (snapshot / self._repository_kind.weights_file_name).is_file():
             return True
         if self._repository_kind is not MODEL or not (snapshot / INDEX_FILE).is_file():
             return False
@@ -268,17 +271,17 @@ class HubFiles:
 
 
 @functools.cache
-def log_that_the_cache_is_read(flag_and_path: str, commit: str) -> None:
+def log_that_the_cache_is_read(flag_and_path: str, git_commit: str) -> None:
     """Logs a warning, once for each repository, that its files are read from the hub's cache.
 
     Args:
         flag_and_path: The flag that names the repository and its value, such as `--model_path
             org/x`.
-        commit: The commit on the hub from which the files in the cache come.
+        git_commit: The commit on the hub from which the files in the cache come.
     """
     log.warning(
         "%s: the hub cannot be reached; commit %s is read from its cache, %s",
         flag_and_path,
-        commit,
+        git_commit,
         constants.HF_HUB_CACHE,
     )

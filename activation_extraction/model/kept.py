@@ -25,7 +25,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.model.hooks import VectorType
-from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
+from activation_extraction.model.host_rows import device_shards_of_host, rows_and_tokens, to_host
 
 # A device gathers its kept tokens of a batch in blocks, and each block takes one call of `take`.
 # This is the largest number of blocks, which is reached if all tokens are kept. So a block has room
@@ -40,17 +40,17 @@ class KeptBlock(NamedTuple):
     N is the same number for all blocks of a batch.
 
     Attributes:
-        activations: Vector type -> activations at the hooks of this type (a width and a dtype),
-            (hooks, devices * N, width).
-        indices_in_block: Indices of the kept tokens on the second axis of `activations`. The values
-            at other indices are padding.
-        indices_among_kept: For each index in `indices_in_block`, the index of the token among all
-            kept tokens of this host's rows, ordered by row and position.
+        activations_by_vector_type: Vector type (a width and a dtype) -> activations at the hooks of
+            this type, (hooks, devices * N, width).
+        token_indices_in_block: Indices of the kept tokens on the second axis of the activations,
+            (kept tokens of the block,) int. The values at other indices are padding.
+        indices_among_kept_tokens: For each index in `token_indices_in_block`, the index of the
+            token among all kept tokens of this host's rows, ordered by row and position.
     """
 
-    activations: dict[VectorType, Array]
-    indices_in_block: np.ndarray
-    indices_among_kept: np.ndarray
+    activations_by_vector_type: dict[VectorType, Array]
+    token_indices_in_block: np.ndarray
+    indices_among_kept_tokens: np.ndarray
 
 
 class KeptTokens(NamedTuple):
@@ -58,89 +58,94 @@ class KeptTokens(NamedTuple):
 
     Attributes:
         blocks: Blocks that together contain all kept tokens.
-        shape_of_type: Vector type (a width and a dtype) -> shape of the activations at the hooks of
-            this type: (hooks, kept tokens of the batch, width).
+        shape_by_vector_type: Vector type (a width and a dtype) -> shape of the activations at the
+            hooks of this type: (hooks, kept tokens of this host's rows, width).
     """
 
     blocks: list[KeptBlock]
-    # Vector type (a width and a dtype) -> shape of the activations at the hooks of this type:
-    # (hooks, kept tokens of the batch, width).
-    shape_of_type: dict[VectorType, tuple[int, int, int]]
+    shape_by_vector_type: dict[VectorType, tuple[int, int, int]]
 
     def receive(self) -> dict[VectorType, np.ndarray]:
         """Copies the activations to the host, and waits for them.
 
         Returns:
-            Vector type -> activations at the hooks of this type (a width and a dtype), (hooks, kept
-            tokens of the batch, width). The tokens are ordered by row and position.
+            Vector type (a width and a dtype) -> activations at the hooks of this type, (hooks, kept
+            tokens of this host's rows, width). The tokens are ordered by row and position.
         """
         # All copies are started before the first copy is awaited, so that they overlap.
         host_copies_of_blocks = [
-            jax.tree.map(to_host, kept_block.activations) for kept_block in self.blocks
+            jax.tree.map(to_host, kept_block.activations_by_vector_type)
+            for kept_block in self.blocks
         ]
-        received_array_of_type = {
+        received_array_by_vector_type = {
             vector_type: np.empty(received_shape, vector_type.dtype)
-            for vector_type, received_shape in self.shape_of_type.items()
+            for vector_type, received_shape in self.shape_by_vector_type.items()
         }
-        for kept_block, host_copies_of_block in zip(
+        for kept_block, host_copy_by_vector_type in zip(
             self.blocks, host_copies_of_blocks, strict=True
         ):
-            for vector_type, copied_block in host_copies_of_block.items():
+            for vector_type, copied_array in host_copy_by_vector_type.items():
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
-                bits_dtype = f"uint{8 * copied_block.dtype.itemsize}"
-                kept_bits = np.asarray(copied_block).view(bits_dtype)[
-                    :, kept_block.indices_in_block
+                bits_dtype = f"uint{8 * copied_array.dtype.itemsize}"
+                kept_bits = np.asarray(copied_array).view(bits_dtype)[
+                    :, kept_block.token_indices_in_block
                 ]
-                received_array_of_type[vector_type].view(bits_dtype)[
-                    :, kept_block.indices_among_kept
+                received_array_by_vector_type[vector_type].view(bits_dtype)[
+                    :, kept_block.indices_among_kept_tokens
                 ] = kept_bits
-        return received_array_of_type
+        return received_array_by_vector_type
 
 
-def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> KeptTokens:
+def take_kept(
+    activations_by_vector_type: Mapping[VectorType, Array], kept_mask: np.ndarray
+) -> KeptTokens:
     """Starts to gather the activations of kept tokens, without waiting for the devices.
 
     Args:
-        activations: Vector type (a width and a dtype) -> activations at its hooks, (hooks, rows of
-            all hosts, T, width), with the sharding of `HostRows.outgoing`.
-        kept: The mask of the kept tokens of this host's rows, (B, T) bool.
+        activations_by_vector_type: Vector type (a width and a dtype) -> activations at the hooks of
+            this type, (hooks, rows of all hosts, T, width), with the sharding of
+            `HostRows.outgoing`.
+        kept_mask: The mask of the kept tokens of this host's rows, (B, T) bool.
 
     Returns:
         The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
-    device_shards_of_type = {
-        vector_type: shards_of_host(stacked_activations)
-        for vector_type, stacked_activations in activations.items()
+    device_shards_by_vector_type = {
+        vector_type: device_shards_of_host(activations_of_type)
+        for vector_type, activations_of_type in activations_by_vector_type.items()
     }
     # The arrays of all vector types are split alike: their parts on a device have the same rows and
     # tokens.
-    shards_of_first_type = next(iter(device_shards_of_type.values()))
+    device_shards_of_first_vector_type = next(iter(device_shards_by_vector_type.values()))
     host_mesh = Mesh(
-        np.array([device_shard.device for device_shard in shards_of_first_type]), ("device",)
+        np.array([device_shard.device for device_shard in device_shards_of_first_vector_type]),
+        ("device",),
     )
     index_sharding = NamedSharding(host_mesh, PartitionSpec("device"))
-    host_array_of_type = {
-        vector_type: _array_of_host(host_mesh, shards_of_type)
-        for vector_type, shards_of_type in device_shards_of_type.items()
+    host_array_by_vector_type = {
+        vector_type: _array_of_host(host_mesh, device_shards)
+        for vector_type, device_shards in device_shards_by_vector_type.items()
     }
     kept_blocks = []
-    for block_plan in _block_plans(kept, rows_and_tokens(shards_of_first_type)):
+    for block_plan in _block_plans(kept_mask, rows_and_tokens(device_shards_of_first_vector_type)):
         device_token_indices = jax.device_put(block_plan.device_token_indices, index_sharding)
-        gathered_array_of_type = {
+        gathered_array_by_vector_type = {
             vector_type: take(host_mesh, host_array, device_token_indices)
-            for vector_type, host_array in host_array_of_type.items()
+            for vector_type, host_array in host_array_by_vector_type.items()
         }
         kept_blocks.append(
             KeptBlock(
-                gathered_array_of_type, block_plan.indices_in_block, block_plan.indices_among_kept
+                gathered_array_by_vector_type,
+                block_plan.token_indices_in_block,
+                block_plan.indices_among_kept_tokens,
             )
         )
-    num_kept_tokens = int(kept.sum())
-    received_shape_of_type = {
+    num_kept_tokens = int(kept_mask.sum())
+    received_shape_by_vector_type = {
         vector_type: (len(activations_of_type), num_kept_tokens, activations_of_type.shape[-1])
-        for vector_type, activations_of_type in activations.items()
+        for vector_type, activations_of_type in activations_by_vector_type.items()
     }
-    return KeptTokens(kept_blocks, received_shape_of_type)
+    return KeptTokens(kept_blocks, received_shape_by_vector_type)
 
 
 class _BlockPlan(NamedTuple):
@@ -152,19 +157,20 @@ class _BlockPlan(NamedTuple):
         device_token_indices: Indices of the tokens that each device gathers, (devices, N) int32,
             padded with zeros. An index counts the tokens in the device's part of the rows, row by
             row, from 0.
-        indices_in_block: Indices of the kept tokens in the gathered block of all devices, where
-            device d has the indices from d * N. The other indices are padding.
-        indices_among_kept: For each index in `indices_in_block`, the index of the token among all
-            kept tokens of this host's rows.
+        token_indices_in_block: Indices of the kept tokens in the gathered block of all devices,
+            where device d has the indices from d * N to d * N + N - 1. The other indices are
+            padding.
+        indices_among_kept_tokens: For each index in `token_indices_in_block`, the index of the
+            token among all kept tokens of this host's rows, ordered by row and position.
     """
 
     device_token_indices: np.ndarray
-    indices_in_block: np.ndarray
-    indices_among_kept: np.ndarray
+    token_indices_in_block: np.ndarray
+    indices_among_kept_tokens: np.ndarray
 
 
 def _block_plans(
-    kept: np.ndarray, slices_of_devices: Sequence[tuple[slice, slice]]
+    kept_mask: np.ndarray, slices_of_devices: Sequence[tuple[slice, slice]]
 ) -> Iterator[_BlockPlan]:
     """Divides the kept tokens of a batch into blocks, and yields the tokens of each block.
 
@@ -173,62 +179,68 @@ def _block_plans(
     every device, the next block the next N, and so on.
 
     Args:
-        kept: The mask of the kept tokens of this host's rows, (B, T) bool.
+        kept_mask: The mask of the kept tokens of this host's rows, (B, T) bool.
         slices_of_devices: For each device of this host, a tuple of the slice of its rows and the
             slice of its tokens in these rows.
 
     Yields:
         The plan of the block, which consists of indices of its tokens.
     """
-    index_among_kept_of_token = np.cumsum(kept).reshape(kept.shape) - 1
+    kept_token_index_by_token = np.cumsum(kept_mask).reshape(kept_mask.shape) - 1
     kept_token_indices_of_devices = [
-        np.flatnonzero(kept[device_slices]) for device_slices in slices_of_devices
+        np.flatnonzero(kept_mask[device_slices]) for device_slices in slices_of_devices
     ]
-    indices_among_kept_of_devices = [
-        index_among_kept_of_token[device_slices][kept[device_slices]]
+    indices_among_kept_tokens_of_devices = [
+        kept_token_index_by_token[device_slices][kept_mask[device_slices]]
         for device_slices in slices_of_devices
     ]
-    tokens_per_device = kept[slices_of_devices[0]].size
+    tokens_per_device = kept_mask[slices_of_devices[0]].size
     tokens_per_block = -(-tokens_per_device // MAX_BLOCKS)
     for block_start in range(0, max(map(len, kept_token_indices_of_devices)), tokens_per_block):
         block_stop = block_start + tokens_per_block
         device_token_indices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
-        indices_in_block_of_devices = []
-        indices_among_kept_tokens = []
+        token_indices_in_block_of_devices = []
+        block_indices_among_kept_tokens = []
         for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
             num_block_tokens = len(kept_token_indices[block_start:block_stop])
             device_token_indices[device_number, :num_block_tokens] = kept_token_indices[
                 block_start:block_stop
             ]
-            indices_in_block_of_devices.append(
+            token_indices_in_block_of_devices.append(
                 device_number * tokens_per_block + np.arange(num_block_tokens)
             )
-            indices_among_kept_tokens.append(
-                indices_among_kept_of_devices[device_number][block_start:block_stop]
+            block_indices_among_kept_tokens.append(
+                indices_among_kept_tokens_of_devices[device_number][block_start:block_stop]
             )
         yield _BlockPlan(
             device_token_indices,
-            np.concatenate(indices_in_block_of_devices),
-            np.concatenate(indices_among_kept_tokens),
+            np.concatenate(token_indices_in_block_of_devices),
+            np.concatenate(block_indices_among_kept_tokens),
         )
 
 
-def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
-    """Returns the activations on this host's devices as one array, without copying them.
+def _array_of_host(mesh: Mesh, device_shards: list[Any]) -> Array:
+    """Joins the activations on this host's devices into one array for `take`, without copying them.
 
-    A shard is the part of the activations on one device. The shards are joined along the axis of
-    tokens, even if they contain different rows. So the result is no meaningful array of rows. It
-    only serves as an argument of the function `take`, which reads each shard on its own device.
+    The arrays of the devices are joined along the axis of tokens, even if they contain different
+    rows, so the rows of the result have no meaning. This does no harm, because `take` only uses the
+    part of the result that is on each device.
 
     Args:
         mesh: The devices of this host, with the axis "device".
-        shards: The shard of each device, (hooks, rows, tokens, width), all of the same shape.
+        device_shards: For each device, the part of the activations that is on the device
+            (`jax.Shard`), (hooks, rows, tokens, width). All parts have the same shape.
+
+    Returns:
+        The joined array, (hooks, rows, devices * tokens, width).
     """
-    num_hooks, num_rows, tokens_per_row, width = shards[0].data.shape
+    arrays_of_devices = [device_shard.data for device_shard in device_shards]
+    num_hooks, num_rows, tokens_per_row, width = arrays_of_devices[0].shape
     token_sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
-    host_array_shape = num_hooks, num_rows, tokens_per_row * len(shards), width
-    shard_arrays = [shard.data for shard in shards]
-    return jax.make_array_from_single_device_arrays(host_array_shape, token_sharding, shard_arrays)
+    host_array_shape = num_hooks, num_rows, tokens_per_row * len(arrays_of_devices), width
+    return jax.make_array_from_single_device_arrays(
+        host_array_shape, token_sharding, arrays_of_devices
+    )
 
 
 @partial(jax.jit, static_argnums=0)

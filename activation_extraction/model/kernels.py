@@ -42,7 +42,8 @@ MOST_IN_BLOCK = 1024
 class Kernels(NamedTuple):
     """The functions with which a model computes its attention, experts and gated delta rules.
 
-    The defaults work on every platform.
+    The defaults work on every platform. metadata.json records the kernels of a run under the names
+    of the fields, so these names must not change.
 
     Attributes:
         attention: The function that computes attention; see `Attention` in attention.py.

@@ -56,10 +56,10 @@ class RMSNorm(nn.Module):
         weight = from_bits(parameter(self, "weight", self.axis_letter))
         x = x.astype(jnp.float32)
         inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
-        normalized = x * inverse_rms
-        weighted_values = normalized * (weight.astype(jnp.float32) + self.config.norm_offset)
+        normalized_x = x * inverse_rms
+        weighted_values = normalized_x * (weight.astype(jnp.float32) + self.config.norm_offset)
         weighted_values = weighted_values.astype(self.dtype)
-        return weighted_values, {"normalized": normalized, "out": weighted_values}
+        return weighted_values, {"normalized": normalized_x, "out": weighted_values}
 
 
 class Linear(nn.Module):

@@ -68,11 +68,11 @@ class Change(NamedTuple):
     r is the rank of the change, and E the number of experts of a layer.
 
     Attributes:
-        a_key: Key of A (r, in) in the adapter.
-        b_key: Key of B (out, r) in the adapter.
-        scale: Factor of the product.
-        has_exchanged_factors: Whether the adapter stores the transpose of B under `a_key`, and the
-            transpose of A under `b_key`.
+        lora_a_key: Key of A (r, in) in the adapter.
+        lora_b_key: Key of B (out, r) in the adapter.
+        scale: Factor of the product B @ A.
+        has_exchanged_factors: Whether the adapter stores the transpose of B under `lora_a_key`, and
+            the transpose of A under `lora_b_key`.
         expert_number: Number of the expert that is changed, from 0, if A (E * r, in) and B
             (out, r * E) contain all experts of a layer; otherwise 0.
         expert_count: Number of experts in A and B; 1 for matrices without experts.
@@ -81,8 +81,8 @@ class Change(NamedTuple):
         is_transposed: Whether the tensor of the base model has the shape (in, out).
     """
 
-    a_key: str
-    b_key: str
+    lora_a_key: str
+    lora_b_key: str
     scale: float
     has_exchanged_factors: bool = False
     expert_number: int = 0
@@ -112,8 +112,8 @@ class LoraAdapter:
         """
         self.repository = Repository(folder, kind=ADAPTER)
         self._base_checkpoint = base
-        self._settings = read_json(self.repository.file(ADAPTER.config_file))
-        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file}"
+        self._settings = read_json(self.repository.file(ADAPTER.config_file_name))
+        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file_name}"
         for setting_name, supported_values in SUPPORTED_SETTINGS.items():
             setting_value = self._settings.get(setting_name)
             if setting_value not in supported_values:
@@ -127,7 +127,7 @@ class LoraAdapter:
                 raise InputError(
                     f"{config_label}: {setting_name} is {setting_value!r}, expected true or false"
                 )
-        self._weights_file = self.repository.open_weights(ADAPTER.weights_file)
+        self._weights_file = self.repository.open_weights(ADAPTER.weights_file_name)
         self._shape_by_key = {
             tensor_key: header_entry.shape
             for tensor_key, header_entry in self._weights_file.tensors.items()
@@ -148,25 +148,25 @@ class LoraAdapter:
         self._magnitude_key_by_tensor: dict[str, str] = {}
         # Matrix of the base model -> the changes that are added to it.
         self._changes_by_tensor: dict[str, list[Change]] = defaultdict(list)
-        keys_by_suffix_by_module = self._modules()
+        key_by_suffix_by_module = self._keys_by_module()
         changed_module_names = {
             text_name(module_path.removesuffix(".weight"))
-            for module_path in keys_by_suffix_by_module
+            for module_path in key_by_suffix_by_module
         }
         keeps_head_tied = self._settings.get("ensure_weight_tying")
         changes_embedding = "model.embed_tokens" in changed_module_names and not keeps_head_tied
         changes_head = "lm_head" in changed_module_names
         if tied and (changes_embedding or changes_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
-        keys_by_language_module = {}
-        for module_path, keys_by_suffix in keys_by_suffix_by_module.items():
+        key_by_suffix_by_language_module = {}
+        for module_path, key_by_suffix in key_by_suffix_by_module.items():
             if text_name(module_path) is not None:
-                keys_by_language_module[module_path] = keys_by_suffix
-        if not keys_by_language_module:
+                key_by_suffix_by_language_module[module_path] = key_by_suffix
+        if not key_by_suffix_by_language_module:
             raise InputError(f"{self._weights_file.location}: has no tensor for the language model")
         unknown_keys = []
-        for module_path, keys_by_suffix in keys_by_language_module.items():
-            unknown_keys += self._record_changes(module_path, keys_by_suffix)
+        for module_path, key_by_suffix in key_by_suffix_by_language_module.items():
+            unknown_keys += self._record_changes(module_path, key_by_suffix)
         if unknown_keys:
             if changes_head and HEAD not in base.tensors:
                 head_key = next(
@@ -188,7 +188,7 @@ class LoraAdapter:
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
             self.repository.flag_and_path,
             len(changed_tensors),
-            len(keys_by_suffix_by_module) - len(keys_by_language_module),
+            len(key_by_suffix_by_module) - len(key_by_suffix_by_language_module),
         )
 
     def check_read(self, read_tensors: Collection[str]) -> None:
@@ -278,8 +278,8 @@ class LoraAdapter:
         if change.is_transposed:
             row_slice, column_slice = column_slice, row_slice
             tensor_part = tensor_part.T
-        a = self._read_factor(change.a_key)
-        b = self._read_factor(change.b_key)
+        a = self._read_factor(change.lora_a_key)
+        b = self._read_factor(change.lora_b_key)
         a = a.reshape(change.expert_count, -1, a.shape[1])[change.expert_number]
         b = b.reshape(len(b), -1, change.expert_count)[:, :, change.expert_number]
         if change.has_exchanged_factors:
@@ -299,21 +299,21 @@ class LoraAdapter:
         whole_tensor_index = tuple(slice(0, axis_size) for axis_size in self._shape_by_key[key])
         return self._weights_file.read(key, whole_tensor_index).astype(np.float32)
 
-    def _modules(self) -> dict[str, dict[str, str]]:
+    def _keys_by_module(self) -> dict[str, dict[str, str]]:
         """Groups the keys of the adapter's tensors by module.
 
         Returns:
-            Path of a module -> a dict: suffix of a key -> key, where a key is the name of a tensor
-            in the adapter. The suffix is the part of the key after "lora_"; it is "" if the tensor
-            of the key replaces a whole tensor of the base model. A module for fused experts may
-            have two entries, one for each of its two fused tensors; one of the two paths then
+            Path of a module -> the keys of the module, as a dict: suffix -> key. A key is the name
+            of a tensor in the adapter. Its suffix is the part after ".lora_", such as "A.weight";
+            "" if the tensor replaces a whole tensor of the base model. A module for fused experts
+            may have two entries, one for each of its two fused tensors; one of the two paths then
             contains "base_layer" in addition.
 
         Raises:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
                 module.
         """
-        keys_by_suffix_by_module: dict[str, dict[str, str]] = defaultdict(dict)
+        key_by_suffix_by_module: dict[str, dict[str, str]] = defaultdict(dict)
         for tensor_key, tensor_shape in self._shape_by_key.items():
             if 0 in (tensor_shape or (0,)):
                 raise self._error(
@@ -322,21 +322,22 @@ class LoraAdapter:
             shortened_key = ADDED_WORDS.sub("", tensor_key.removeprefix("base_model.model."))
             module_path, _, key_suffix = shortened_key.partition(".lora_")
             key_suffix = key_suffix.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
-            if key_suffix in keys_by_suffix_by_module[module_path]:
+            if key_suffix in key_by_suffix_by_module[module_path]:
                 raise self._error(
                     tensor_key,
-                    f"and {keys_by_suffix_by_module[module_path][key_suffix]} are the same",
+                    f"and {key_by_suffix_by_module[module_path][key_suffix]} are the same",
                 )
-            keys_by_suffix_by_module[module_path][key_suffix] = tensor_key
-        return keys_by_suffix_by_module
+            key_by_suffix_by_module[module_path][key_suffix] = tensor_key
+        return key_by_suffix_by_module
 
-    def _record_changes(self, path: str, keys: Mapping[str, str]) -> list[str]:
+    def _record_changes(self, path: str, key_by_suffix: Mapping[str, str]) -> list[str]:
         """Records in this object which tensors of the base model a module of the adapter changes.
 
         Args:
             path: The path of the module.
-            keys: The keys (names) of the module's tensors in the adapter, each by its suffix, which
-                is the part after "lora_"; "" if the tensor replaces a whole tensor.
+            key_by_suffix: Suffix of a key -> key, for each tensor of the module. A key is the name
+                of a tensor in the adapter. Its suffix is the part after ".lora_"; "" if the tensor
+                replaces a whole tensor of the base model.
 
         Returns:
             The keys of the module's tensors that change no tensor of the base model. Empty if there
@@ -349,56 +350,61 @@ class LoraAdapter:
         path = path.replace(".base_layer", "")
         module_name = str(text_name(path))
         shape_in_base_model = self._shape(module_name)
-        if keys.keys() == {""} and shape_in_base_model:
-            self._check_shape(keys[""], shape_in_base_model)
-            self._check_new(keys[""], module_name, self._replacement_key_by_tensor)
-            self._replacement_key_by_tensor[module_name] = keys[""]
+        if key_by_suffix.keys() == {""} and shape_in_base_model:
+            self._check_shape(key_by_suffix[""], shape_in_base_model)
+            self._check_new(key_by_suffix[""], module_name, self._replacement_key_by_tensor)
+            self._replacement_key_by_tensor[module_name] = key_by_suffix[""]
             return []
-        key_suffixes = sorted(keys.keys() - {BIAS, MAGNITUDE})
+        key_suffixes = sorted(key_by_suffix.keys() - {BIAS, MAGNITUDE})
         if key_suffixes not in (LINEAR_SUFFIXES, EMBEDDING_SUFFIXES):
-            return [*keys.values()]
+            return [*key_by_suffix.values()]
         is_embedding_module = key_suffixes == EMBEDDING_SUFFIXES
         weight_name = f"{module_name}.weight"
         bias_name = f"{module_name}.bias"
-        if BIAS in keys and not self._shape(bias_name):
-            return [keys[BIAS]]
-        a_key = keys[key_suffixes[0]]
-        b_key = keys[key_suffixes[1]]
-        has_linear_magnitude = MAGNITUDE in keys and not is_embedding_module
+        if BIAS in key_by_suffix and not self._shape(bias_name):
+            return [key_by_suffix[BIAS]]
+        lora_a_key = key_by_suffix[key_suffixes[0]]
+        lora_b_key = key_by_suffix[key_suffixes[1]]
+        has_linear_magnitude = MAGNITUDE in key_by_suffix and not is_embedding_module
         if bool(self._settings.get("use_dora")) != has_linear_magnitude:
             raise self._error(
-                a_key, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}"
+                lora_a_key, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}"
             )
         weight_shape = self._shape(weight_name)
-        rank = self._shape_by_key[a_key][0]
+        rank = self._shape_by_key[lora_a_key][0]
         tensor_names_and_changes: list[tuple[str, Change]] = []
         if len(weight_shape) == 2:
             output_size, input_size = weight_shape[::-1] if is_embedding_module else weight_shape
-            self._check_shape(a_key, (rank, input_size))
-            self._check_shape(b_key, (output_size, rank))
+            self._check_shape(lora_a_key, (rank, input_size))
+            self._check_shape(lora_b_key, (output_size, rank))
             matrix_change = Change(
-                a_key,
-                b_key,
-                self._scale(path, a_key, rank),
+                lora_a_key,
+                lora_b_key,
+                self._scale(path, lora_a_key, rank),
                 has_exchanged_factors=is_embedding_module,
             )
             tensor_names_and_changes = [(weight_name, matrix_change)]
-            if BIAS in keys:
-                self._check_shape(keys[BIAS], self._shape(bias_name))
-                self._bias_key_and_scale_by_tensor[bias_name] = keys[BIAS], matrix_change.scale
-            if MAGNITUDE in keys:
-                self._check_shape(keys[MAGNITUDE], weight_shape[:1])
-                self._magnitude_key_by_tensor[weight_name] = keys[MAGNITUDE]
-        elif sorted(keys) == LINEAR_SUFFIXES:
-            tensor_names_and_changes = self._expert_changes(path, module_name, a_key, b_key)
+            if BIAS in key_by_suffix:
+                self._check_shape(key_by_suffix[BIAS], self._shape(bias_name))
+                self._bias_key_and_scale_by_tensor[bias_name] = (
+                    key_by_suffix[BIAS],
+                    matrix_change.scale,
+                )
+            if MAGNITUDE in key_by_suffix:
+                self._check_shape(key_by_suffix[MAGNITUDE], weight_shape[:1])
+                self._magnitude_key_by_tensor[weight_name] = key_by_suffix[MAGNITUDE]
+        elif sorted(key_by_suffix) == LINEAR_SUFFIXES:
+            tensor_names_and_changes = self._expert_changes(
+                path, module_name, lora_a_key, lora_b_key
+            )
         for tensor_name in dict(tensor_names_and_changes):
-            self._check_new(a_key, tensor_name, self._changes_by_tensor)
+            self._check_new(lora_a_key, tensor_name, self._changes_by_tensor)
         for tensor_name, matrix_change in tensor_names_and_changes:
             self._changes_by_tensor[tensor_name].append(matrix_change)
-        return [] if tensor_names_and_changes else [*keys.values()]
+        return [] if tensor_names_and_changes else [*key_by_suffix.values()]
 
     def _expert_changes(
-        self, path: str, name: str, a_key: str, b_key: str
+        self, path: str, name: str, lora_a_key: str, lora_b_key: str
     ) -> list[tuple[str, Change]]:
         """Returns the changes that a module of the adapter makes to all experts of a layer.
 
@@ -411,8 +417,8 @@ class LoraAdapter:
         Args:
             path: The path of the module in the adapter.
             name: The name of the module in the base model.
-            a_key: The key of the factor A in the adapter.
-            b_key: The key of the factor B in the adapter.
+            lora_a_key: The key of the factor A in the adapter.
+            lora_b_key: The key of the factor B in the adapter.
 
         Returns:
             Pairs of the name of a tensor in the base model and the change of this tensor. The list
@@ -429,13 +435,12 @@ class LoraAdapter:
             expert_tensor_template.format(expert=0, projection="down")
         )
         if fused_down_shape:
-            expert_count, hidden_size, expert_width = fused_down_shape
-            is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == (
-                expert_width,
-                2 * hidden_size,
-            )
+            expert_count, down_row_count, down_column_count = fused_down_shape
+            gate_up_shape_if_transposed = down_column_count, 2 * down_row_count
+            is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == gate_up_shape_if_transposed
+            hidden_size, expert_width = down_row_count, down_column_count
             if is_transposed:
-                hidden_size, expert_width = expert_width, hidden_size
+                hidden_size, expert_width = down_column_count, down_row_count
         elif down_shape_of_first_expert:
             hidden_size, expert_width = down_shape_of_first_expert
             down_name_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
@@ -445,10 +450,10 @@ class LoraAdapter:
             )
         else:
             return []
-        # The rank of one expert times the number of experts.
-        rank_sum = self._shape_by_key[a_key][0]
-        input_size = self._shape_by_key[a_key][-1]
-        output_size = self._shape_by_key[b_key][0]
+        # A has the rows of all experts: the rank of one expert times the number of experts.
+        rank_of_all_experts = self._shape_by_key[lora_a_key][0]
+        input_size = self._shape_by_key[lora_a_key][-1]
+        output_size = self._shape_by_key[lora_b_key][0]
         matrix_name = "gate_up"
         matrix_shape = (2 * expert_width, hidden_size)
         if {output_size, input_size} == {hidden_size, expert_width}:
@@ -464,15 +469,19 @@ class LoraAdapter:
             if peft_version_numbers < EXCHANGED_SINCE:
                 error_reason = "does not tell whether its inputs and outputs are exchanged"
                 raise self._error(
-                    a_key, f"is square, and peft_version {peft_version} {error_reason}"
+                    lora_a_key, f"is square, and peft_version {peft_version} {error_reason}"
                 )
-        output_size, input_size = matrix_shape[::-1] if has_exchanged_factors else matrix_shape
-        self._check_shape(a_key, (rank_sum, input_size))
-        self._check_shape(b_key, (output_size, rank_sum))
-        change_scale = self._scale(f"{path}.{matrix_name}_proj", a_key, rank_sum / expert_count)
+        expected_output_size, expected_input_size = (
+            matrix_shape[::-1] if has_exchanged_factors else matrix_shape
+        )
+        self._check_shape(lora_a_key, (rank_of_all_experts, expected_input_size))
+        self._check_shape(lora_b_key, (expected_output_size, rank_of_all_experts))
+        change_scale = self._scale(
+            f"{path}.{matrix_name}_proj", lora_a_key, rank_of_all_experts / expert_count
+        )
         change_of_all_experts = Change(
-            a_key,
-            b_key,
+            lora_a_key,
+            lora_b_key,
             change_scale,
             has_exchanged_factors,
             expert_count=expert_count,
@@ -495,13 +504,14 @@ class LoraAdapter:
         return tensor_names_and_changes
 
     def _scale(self, path: str, key: str, rank: float) -> float:
-        """Returns the factor of the product B A, by which a module changes a matrix.
+        """Returns the scale by which the product B A of a module is multiplied.
 
-        The factor is alpha / rank, or alpha / sqrt(rank) if the setting use_rslora is on. The
-        configuration of the adapter contains alpha.
+        The scaled product is added to a matrix of the base model. The scale is alpha / rank, or
+        alpha / sqrt(rank) if the setting use_rslora is on. The configuration of the adapter
+        contains alpha.
 
         Args:
-            path: The path of the module.
+            path: The path of the module in the adapter.
             key: The key of A in the adapter, for messages.
             rank: The rank of the change, as the shape of A shows.
 
@@ -513,7 +523,7 @@ class LoraAdapter:
         configured_alpha = self._module_setting("lora_alpha", "alpha_pattern", path)
         if configured_rank != rank:
             raise self._error(
-                key, f"has rank {rank:g}, {ADAPTER.config_file} says {configured_rank:g}"
+                key, f"has rank {rank:g}, {ADAPTER.config_file_name} says {configured_rank:g}"
             )
         return configured_alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
 
@@ -531,7 +541,7 @@ class LoraAdapter:
         Raises:
             InputError: If the number or a pattern is unusable.
         """
-        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file}"
+        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file_name}"
         setting_value: Any = self._settings.get(name)
         try:
             for path_pattern, setting_for_pattern in (

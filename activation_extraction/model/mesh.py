@@ -77,14 +77,15 @@ class Layout:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The shape of the mesh: name of an axis -> its size.
+        """The shape of the mesh: name of an axis that --mesh_axes accepts -> size of the axis.
 
-        The names are the user's, so the size of `model` includes the axis `query` of JAX's mesh.
+        JAX's mesh divides the axis `model` of the user into two axes, `model` and `query`. The size
+        of `model` in the result is the product of their sizes.
         """
-        size_of_axis = {} if self.mesh is None else dict(self.mesh.shape)
-        if "query" in size_of_axis:
-            size_of_axis["model"] *= size_of_axis.pop("query")
-        return size_of_axis
+        size_by_axis = {} if self.mesh is None else dict(self.mesh.shape)
+        if "query" in size_by_axis:
+            size_by_axis["model"] *= size_by_axis.pop("query")
+        return size_by_axis
 
     def ring(self, axis: str) -> list[int]:
         """Returns the order in which the devices along a mesh axis form a ring.
@@ -101,18 +102,20 @@ class Layout:
             The indices of the devices along the axis, in the order of the ring.
         """
         assert isinstance(self.mesh, Mesh)
-        devices_axis_first = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
-        devices_of_axis = devices_axis_first.reshape(len(devices_axis_first), -1)[:, 0]
+        ring_axis_index = self.mesh.axis_names.index(axis)
+        devices_with_ring_axis_first = np.moveaxis(self.mesh.devices, ring_axis_index, 0)
+        devices_of_axis = devices_with_ring_axis_first.reshape(self.size(axis), -1)[:, 0]
         device_coordinates = np.array(
             [
                 getattr(device, "coords", (device_index, 0))
                 for device_index, device in enumerate(devices_of_axis)
             ]
         )
-        # The devices of an axis form a line or a rectangle in the network of chips. They are
-        # ordered by their coordinate along the rectangle's shorter side. Lines of devices with an
-        # odd coordinate are traversed backwards. In a rectangle of width two, the ring thus leads
-        # along one long side and back along the other.
+        # The devices are ordered so that each device is a neighbour of the next device in the
+        # network of chips, where they form a rectangle (or a single line). The order goes through
+        # the rectangle in lines parallel to its long side. Lines with an odd coordinate on the
+        # short side are traversed backwards. If there are two lines, the last device is also a
+        # neighbour of the first device, so that the devices form a ring.
         dimensions_shortest_first = np.argsort(np.ptp(device_coordinates, axis=0))
         short_side_coordinates, long_side_coordinates = device_coordinates.T[
             dimensions_shortest_first[-2:]
@@ -312,14 +315,14 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
         A tuple of the names of the axes and the sizes of the axes, in the same order.
     """
     num_head_devices = math.gcd(kv_heads, shape.get("model", 1))
-    size_of_axis: dict[str, int] = {}
+    size_by_axis: dict[str, int] = {}
     for axis_name, axis_size in shape.items():
         if axis_name == "model":
-            size_of_axis["model"] = num_head_devices
-            size_of_axis["query"] = axis_size // num_head_devices
+            size_by_axis["model"] = num_head_devices
+            size_by_axis["query"] = axis_size // num_head_devices
         else:
-            size_of_axis[axis_name] = axis_size
-    return list(size_of_axis), list(size_of_axis.values())
+            size_by_axis[axis_name] = axis_size
+    return list(size_by_axis), list(size_by_axis.values())
 
 
 def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
@@ -355,8 +358,8 @@ def _keeps_hosts_together(arranged_devices: np.ndarray) -> bool:
     Args:
         arranged_devices: The devices in an array with the axes of a mesh.
     """
-    host_of_device = [device.process_index for device in arranged_devices.flat]
-    return len([*groupby(host_of_device)]) == len(set(host_of_device))
+    host_numbers_of_devices = [device.process_index for device in arranged_devices.flat]
+    return len([*groupby(host_numbers_of_devices)]) == len(set(host_numbers_of_devices))
 
 
 def in_words(shape: Mapping[str, int]) -> str:

@@ -143,9 +143,9 @@ def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]
     for row_axis_name in ("fsdp", "data"):
         if row_axis_name in axis_names:
             name_of_largest_axis = row_axis_name
-    size_of_axis = dict.fromkeys(axis_names, 4)
-    size_of_axis[name_of_largest_axis] = devices // 16
-    return size_of_axis
+    size_by_axis = dict.fromkeys(axis_names, 4)
+    size_by_axis[name_of_largest_axis] = devices // 16
+    return size_by_axis
 
 
 def _with_axes(
@@ -318,8 +318,8 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
         if cost_model.num_rows % (data_axis_size * fsdp_axis_size * expert_axis_size):
             continue
         axis_sizes = data_axis_size, fsdp_axis_size, expert_axis_size, model_axis_size
-        size_of_axis = dict(zip(AXES, axis_sizes, strict=True))
-        yield {axis: size for axis, size in size_of_axis.items() if size > 1 or axis == "data"}
+        size_by_axis = dict(zip(AXES, axis_sizes, strict=True))
+        yield {axis: size for axis, size in size_by_axis.items() if size > 1 or axis == "data"}
 
 
 def _reason(best_cost: StepCost, device_memory_bytes: float | None) -> str:

@@ -68,9 +68,9 @@ class ExpertsConfig:
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
 
-    count: int  # number of experts in a layer; also a key in metadata.json
-    per_token: int  # number of experts that a token uses; also a key in metadata.json
-    # The names of the following fields are also keys in metadata.json, so they must not change.
+    # The names of these fields are also keys in metadata.json, so they must not change.
+    count: int
+    per_token: int
     width: int
     shared_width: int
     renormalise: bool
@@ -159,7 +159,7 @@ class ModelConfig:
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
     chunk: int | None = None
-    weights: str | None = None  # description of float8 weights; also a key in metadata.json
+    weights: str | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -168,28 +168,31 @@ class ModelConfig:
         The docstrings of qwen2_jax.py and delta_net.py explain the letters. Letters of parts that
         the model lacks, such as experts, are left out.
         """
-        size_of_letter = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
-        size_of_letter |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
-        size_of_letter["Q"] = self.num_attention_heads * (1 + self.q_gate)
+        size_by_letter = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
+        size_by_letter |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
+        size_by_letter["Q"] = self.num_attention_heads * (1 + self.q_gate)
         if len(self.sparse_layers) < self.num_hidden_layers:
-            size_of_letter["F"] = self.intermediate_size
+            size_by_letter["F"] = self.intermediate_size
         experts_config = self.experts
         if experts_config is not None:
-            size_of_letter |= {"E": experts_config.count, "R": experts_config.count}
-            size_of_letter |= {"X": experts_config.per_token, "M": experts_config.width}
+            size_by_letter |= {"E": experts_config.count, "R": experts_config.count}
+            size_by_letter |= {"X": experts_config.per_token, "M": experts_config.width}
             if experts_config.shared_width:
-                size_of_letter |= {"P": experts_config.shared_width, "U": 1}
-        delta_net = self.delta
-        if delta_net is not None:
-            num_value_heads = delta_net.key_heads * delta_net.values_per_key
-            size_of_letter |= {"J": delta_net.key_heads, "G": delta_net.values_per_key}
-            size_of_letter |= {"C": delta_net.key_size, "Z": delta_net.value_size}
-            size_of_letter |= {
-                "O": num_value_heads * delta_net.value_size,
-                "I": 1,
-                "W": delta_net.taps,
+                size_by_letter |= {"P": experts_config.shared_width, "U": 1}
+        delta_net_config = self.delta
+        if delta_net_config is not None:
+            num_value_heads = delta_net_config.key_heads * delta_net_config.values_per_key
+            size_by_letter |= {
+                "J": delta_net_config.key_heads,
+                "G": delta_net_config.values_per_key,
             }
-        return size_of_letter
+            size_by_letter |= {"C": delta_net_config.key_size, "Z": delta_net_config.value_size}
+            size_by_letter |= {
+                "O": num_value_heads * delta_net_config.value_size,
+                "I": 1,
+                "W": delta_net_config.taps,
+            }
+        return size_by_letter
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -364,24 +367,27 @@ def qwen3_next_config(hf: Any, source: str) -> ModelConfig:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
     """
-    return qwen3_5_text_config(hf, source, interleaved=True, **_experts(hf, source))
+    return qwen3_5_text_config(hf, source, has_interleaved_projections=True, **_experts(hf, source))
 
 
 def qwen3_5_text_config(
-    hf: Any, source: str, interleaved: bool = False, **more_fields: Any
+    hf: Any, source: str, has_interleaved_projections: bool = False, **more_fields: Any
 ) -> ModelConfig:
     """Reads the configuration of the language model of Qwen3.5, or of a family that extends it.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        interleaved: Whether a delta net has two input projections (see `DeltaNet`).
+        has_interleaved_projections: Whether the checkpoint stores two input projections of a delta
+            net, whose rows are ordered by key head, instead of four.
         more_fields: Name of a further field of the ModelConfig -> its value.
     """
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
-    delta_net = _delta_net(hf, source, interleaved)
-    return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta_net, **more_fields)
+    delta_net_config = _delta_net_config(hf, source, has_interleaved_projections)
+    return qwen3_config(
+        hf, source, q_gate=True, norm_offset=1.0, delta=delta_net_config, **more_fields
+    )
 
 
 def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
@@ -395,7 +401,7 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
         hf,
         source,
         intermediate_size=0,
-        experts=_experts_config(hf, source, renormalise=True),
+        experts=_experts_config(hf, source, renormalises_routing_weights=True),
         sparse_layers=tuple(range(hf.num_hidden_layers)),
     )
 
@@ -467,10 +473,10 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
     has_delta_net = "delta" in more_fields
     size_fields = [size_field for size_field in SIZES if size_field not in more_fields]
-    size_of_field = _positive_ints(hf, source, dict(zip(size_fields, size_fields, strict=True)))
+    size_by_field = _positive_ints(hf, source, dict(zip(size_fields, size_fields, strict=True)))
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None:
-        head_dim = size_of_field["hidden_size"] // size_of_field["num_attention_heads"]
+        head_dim = size_by_field["hidden_size"] // size_by_field["num_attention_heads"]
     supported_layer_types = (ATTENTION, LINEAR if has_delta_net else SLIDING)
     sliding_window, sliding_layers = _sliding(hf, supported_layer_types, source)
     model_config = ModelConfig(
@@ -484,7 +490,7 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
         chunk=_chunk(hf, source),
-        **size_of_field,
+        **size_by_field,
         **more_fields,
     )
     if model_config.num_attention_heads % model_config.num_key_value_heads:
@@ -511,7 +517,7 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
     Raises:
         InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
-    positive_int_of_key = {}
+    positive_int_by_key = {}
     for result_key, config_field_name in fields.items():
         field_value = getattr(hf, config_field_name)
         if type(field_value) is not int or field_value < 1:
@@ -523,8 +529,8 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
                 f"{source}: {config_field_name} is {field_value:.6g}, expected at most "
                 f"{LARGEST_SIZE:,}"
             )
-        positive_int_of_key[result_key] = field_value
-    return positive_int_of_key
+        positive_int_by_key[result_key] = field_value
+    return positive_int_by_key
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
@@ -664,53 +670,56 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
             f"mlp_only_layers {hf.mlp_only_layers}); such a model is not supported"
         )
     # Families whose configuration class lacks norm_topk_prob always renormalise.
-    are_routing_weights_renormalised = not hasattr(type(hf), "norm_topk_prob") or bool(
+    renormalises_routing_weights = not hasattr(type(hf), "norm_topk_prob") or bool(
         hf.norm_topk_prob
     )
-    experts_config = _experts_config(hf, source, are_routing_weights_renormalised)
+    experts_config = _experts_config(hf, source, renormalises_routing_weights)
     return {"experts": experts_config, "sparse_layers": sparse_layers}
 
 
-def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
+def _experts_config(hf: Any, source: str, renormalises_routing_weights: bool) -> ExpertsConfig:
     """Reads the sizes of the experts in each layer that has experts.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
+        renormalises_routing_weights: Whether the model scales the weights of a token's experts to a
+            sum of 1.
 
     Raises:
         InputError: If a size is not valid, or if a token uses more experts than a layer has.
     """
-    size_of_expert_field = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
+    size_by_expert_field = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
         # For families whose configuration class lacks the field SHARED_WIDTH, a value of the field
         # in config.json is ignored, as in transformers.
-        size_of_expert_field |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
-    if size_of_expert_field["per_token"] > size_of_expert_field["count"]:
+        size_by_expert_field |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
+    if size_by_expert_field["per_token"] > size_by_expert_field["count"]:
         raise InputError(
-            f"{source}: num_experts_per_tok {size_of_expert_field['per_token']} is more than "
-            f"num_experts {size_of_expert_field['count']}"
+            f"{source}: num_experts_per_tok {size_by_expert_field['per_token']} is more than "
+            f"num_experts {size_by_expert_field['count']}"
         )
-    return ExpertsConfig(**size_of_expert_field, renormalise=renormalise)
+    return ExpertsConfig(**size_by_expert_field, renormalise=renormalises_routing_weights)
 
 
-def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
-    """Reads the sizes of the delta net in some layers.
+def _delta_net_config(hf: Any, source: str, has_interleaved_projections: bool) -> DeltaNet:
+    """Reads the sizes of the delta nets, which are the same in all layers that have a delta net.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        interleaved: Whether a delta net has two input projections (see `DeltaNet`).
+        has_interleaved_projections: Whether the checkpoint stores two input projections of a delta
+            net, whose rows are ordered by key head, instead of four.
 
     Raises:
         InputError: If a size is not valid, if the number of value heads is not a multiple of the
             number of key heads, or if the activation function of the output gate is not supported.
     """
-    size_of_delta_field = _positive_ints(hf, source, DELTA_SIZES)
-    num_key_heads = size_of_delta_field["key_heads"]
-    # config.json contains the number of value heads of all key heads together.
-    num_value_heads = size_of_delta_field.pop("values_per_key")
+    delta_net_size_by_field = _positive_ints(hf, source, DELTA_SIZES)
+    num_key_heads = delta_net_size_by_field["key_heads"]
+    # config.json contains the number of all value heads. It is divided below, because the field
+    # `values_per_key` is the number of value heads of one key head.
+    num_value_heads = delta_net_size_by_field.pop("values_per_key")
     if num_value_heads % num_key_heads:
         raise InputError(
             f"{source}: linear_num_value_heads {num_value_heads} is not a multiple of "
@@ -724,6 +733,6 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
     return DeltaNet(
         _layers_of_type(hf.layer_types, LINEAR),
         values_per_key=num_value_heads // num_key_heads,
-        interleaved=interleaved,
-        **size_of_delta_field,
+        interleaved=has_interleaved_projections,
+        **delta_net_size_by_field,
     )

@@ -53,10 +53,10 @@ class StepRequest:
     """The flags and other facts that determine how a step is computed.
 
     Attributes:
-        model: Flags that name the model.
-        hooks: Flags that name the hooks.
-        computing: Flags about the mesh. `computing.batch_size` is not used, because `batch_shape`
-            contains the number of rows.
+        model_options: Flags that name the model.
+        hook_options: Flags that name the hooks.
+        computing_options: Flags about the mesh. Their `batch_size` is not used, because
+            `batch_shape` contains the number of rows.
         batch_shape: Tuple of the number of rows that each host feeds in a step, and the number of
             tokens per row.
         has_several_hosts: Whether the run has several hosts. If so, weights from the hub are not
@@ -68,9 +68,9 @@ class StepRequest:
         autoencoders: Autoencoders that --encode names, in the order of the flag.
     """
 
-    model: ModelOptions
-    hooks: HookOptions
-    computing: ComputingOptions
+    model_options: ModelOptions
+    hook_options: HookOptions
+    computing_options: ComputingOptions
     batch_shape: tuple[int, int]
     has_several_hosts: bool = False
     device_memory_bytes: float | None = None
@@ -96,22 +96,22 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         InputError: If the model cannot be read, or if the requested step cannot be computed.
         RunError: If the device computes wrong numbers with all kernels of a kind.
     """
-    model_options = request.model
+    model_options = request.model_options
     if previous is None:
         checkpoint = Checkpoint(
             model_options.model_path, model_options.model_revision, not request.has_several_hosts
         )
     else:
         checkpoint = previous.checkpoint
-    stated_config = read_model_config(checkpoint.file("config.json"))
+    config_from_json = read_model_config(checkpoint.file("config.json"))
     adapter = None
     if previous is None and model_options.lora is not None:
-        adapter = LoraAdapter(model_options.lora, checkpoint, stated_config.tie_word_embeddings)
+        adapter = LoraAdapter(model_options.lora, checkpoint, config_from_json.tie_word_embeddings)
         checkpoint.adapter = adapter
-    model_config = as_stored(stated_config, checkpoint.tensors)
+    model_config = as_stored(config_from_json, checkpoint.tensors)
     model, host_rows = build_model(request, model_config)
     if previous is None:
-        _log_peculiarities(checkpoint, stated_config, model)
+        _log_peculiarities(checkpoint, config_from_json, model)
     if previous is not None and previous.layout == model.layout:
         kernels = previous.kernels
     else:
@@ -140,31 +140,32 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         for spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
             tensor_names_of_model.update(spec.hf_names)
         adapter.check_read(tensor_names_of_model)
-    stored_hook_by_key, encoders = choose_hooks(request, model_config)
+    stored_hook_by_key, code_encoders = choose_hooks(request, model_config)
     return Forward(
         model,
         oriented_spec_by_parameter_path,
         host_rows,
         request.batch_shape,
         stored_hook_by_key,
-        encoders,
+        code_encoders,
         checkpoint,
         kernels,
     )
 
 
 def _log_peculiarities(
-    checkpoint: Checkpoint, stated_config: ModelConfig, model: HookedModel
+    checkpoint: Checkpoint, config_from_json: ModelConfig, model: HookedModel
 ) -> None:
     """Logs differences between the computation and what a user may expect from config.json.
 
     Args:
         checkpoint: The checkpoint, with its adapter.
-        stated_config: The configuration in config.json, which may differ from the stored tensors.
+        config_from_json: The configuration in config.json, which may differ from the stored
+            tensors.
         model: The model that computes the hooks.
     """
     flag_and_path = checkpoint.flag_and_path
-    if FAMILIES[stated_config.model_type].is_multimodal:
+    if FAMILIES[config_from_json.model_type].is_multimodal:
         log.info(
             "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",
             flag_and_path,
@@ -172,7 +173,7 @@ def _log_peculiarities(
     # An adapter may have added HEAD to the tensors of a model with a tied embedding, as another
     # name of the embedding. Therefore the name in the file tells whether a head is stored.
     file_contains_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
-    if model.predicts and stated_config.tie_word_embeddings and file_contains_head:
+    if model.predicts and config_from_json.tie_word_embeddings and file_contains_head:
         log.info(
             "%s: its %s is used, although config.json ties it to the embedding",
             flag_and_path,
@@ -199,10 +200,10 @@ def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel
     Returns:
         A copy of the model. Fields that are not in `kernels` keep their kernels.
     """
-    function_of_kernel_field = {
+    function_by_kernel_field = {
         kernel_field: kernel_choice.kernel for kernel_field, kernel_choice in kernels.items()
     }
-    return model.clone(kernels=model.kernels._replace(**function_of_kernel_field))
+    return model.clone(kernels=model.kernels._replace(**function_by_kernel_field))
 
 
 def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
@@ -222,14 +223,14 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         InputError: If the requested step cannot be computed.
     """
     num_rows_of_host, row_length = request.batch_shape
-    computing_options = request.computing
+    computing_options = request.computing_options
     max_row_length, reason_for_limit = config.longest_row
     if row_length > max_row_length:
         raise InputError(f"--max_seq_length {row_length}: {reason_for_limit}")
     devices = usable_devices(computing_options.use_data_parallel, request.planned_devices)
     platform = devices[0].platform
     model_dtype, activation_dtype = choose_dtypes(request, platform)
-    computed_hooks, encoders = _computed_hooks(request, config)
+    computed_hooks, code_encoders = _computed_hooks(request, config)
     for hook in computed_hooks:
         _check_bytes_of_a_row(hook, config, row_length, activation_dtype)
     num_hosts = count_hosts(devices)
@@ -241,16 +242,19 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         device_memory_bytes = request.device_memory_bytes
         if device_memory_bytes is None:
             device_memory_bytes = memory_of((devices_of_this_host(devices) or devices)[0])
-        cost_model = CostModel(model, weight_table(model), num_rows_of_step, row_length, encoders)
+        cost_model = CostModel(
+            model, weight_table(model), num_rows_of_step, row_length, code_encoders
+        )
         return cheapest_mesh(cost_model, devices, device_memory_bytes)
 
-    # Without data parallelism, each host uses one device, and the flags for the shape and the axes
-    # of the mesh are ignored.
-    uses_mesh_flags = computing_options.use_data_parallel
+    mesh_shape, mesh_axes = computing_options.mesh_shape, computing_options.mesh_axes
+    if not computing_options.use_data_parallel:
+        # Each host uses only one device, so --mesh_shape and --mesh_axes are ignored.
+        mesh_shape, mesh_axes = None, None
     mesh_choice = choose_mesh(
         computing_options.mesh_type,
-        computing_options.mesh_shape if uses_mesh_flags else None,
-        computing_options.mesh_axes if uses_mesh_flags else None,
+        mesh_shape,
+        mesh_axes,
         len(devices),
         num_hosts,
         choose_automatically,
@@ -282,14 +286,14 @@ def _computed_hooks(
         A tuple of:
             The hooks of the model that are stored, and the hooks that the encoders read or
                 reconstruct, sorted. Hooks of codes are not among them.
-            The encoders.
+            An encoder for each autoencoder that --encode names.
     """
-    stored_hook_by_key, encoders = choose_hooks(request, config)
-    hooks_with_codes = {encoder.hook for encoder in encoders}
+    stored_hook_by_key, code_encoders = choose_hooks(request, config)
+    hooks_with_codes = {encoder.hook for encoder in code_encoders}
     computed_hooks = set(stored_hook_by_key.values()) - hooks_with_codes
-    for encoder in encoders:
+    for encoder in code_encoders:
         computed_hooks |= {encoder.source_hook, encoder.target_hook}
-    return sorted(computed_hooks), encoders
+    return sorted(computed_hooks), code_encoders
 
 
 def _check_bytes_of_a_row(
@@ -329,8 +333,9 @@ def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
         A tuple of the dtype of the computation, and the dtype of stored activations or FLOAT8.
     """
     auto_dtype = "float32" if platform == "cpu" else "bfloat16"
-    model_dtype = jnp.dtype(auto_dtype if request.model.dtype == "auto" else request.model.dtype)
-    activation_dtype = request.hooks.activation_dtype
+    requested_dtype = request.model_options.dtype
+    model_dtype = jnp.dtype(auto_dtype if requested_dtype == "auto" else requested_dtype)
+    activation_dtype = request.hook_options.activation_dtype
     if activation_dtype == FLOAT8:
         return model_dtype, FLOAT8
     if activation_dtype == "auto":
@@ -353,27 +358,27 @@ def choose_hooks(
     Returns:
         A tuple of:
             A dict: key in the shards -> hook. Hooks of codes come last.
-            The encoders.
+            An encoder for each autoencoder that --encode names.
 
     Raises:
         InputError: If the model lacks a requested hook, or if an autoencoder does not fit the
             model.
     """
-    hook_options = request.hooks
+    hook_options = request.hook_options
     hooks_of_model = hook_table(config, hook_options.top_logits)
     num_layers = config.num_hidden_layers
-    size_of_letter = config.sizes_with(request.batch_shape[1])
-    encoders = make_encoders(
-        request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, size_of_letter
+    size_by_letter = config.sizes_with(request.batch_shape[1])
+    code_encoders = make_encoders(
+        request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, size_by_letter
     )
     hook_by_key: dict[Key, Hook] = {}
     if (
-        not encoders
+        not code_encoders
         or hook_options.hook_names is not None
         or hook_options.layers_to_extract is not None
     ):
         hook_by_key = _requested_hooks(hook_options, config, hooks_of_model)
-    for encoder in encoders:
+    for encoder in code_encoders:
         source_hook = encoder.source_hook
         if not hook_options.keep_activations:
             hook_by_key = {
@@ -381,8 +386,8 @@ def choose_hooks(
             }
         elif source_hook not in hook_by_key.values():
             hook_by_key[source_hook.name] = source_hook
-    hook_by_key |= {encoder.hook.name: encoder.hook for encoder in encoders}
-    return hook_by_key, encoders
+    hook_by_key |= {encoder.hook.name: encoder.hook for encoder in code_encoders}
+    return hook_by_key, code_encoders
 
 
 def _requested_hooks(
@@ -404,12 +409,12 @@ def _requested_hooks(
     """
     num_layers = config.num_hidden_layers
     if options.hook_names is not None:
-        hook_of_name = hooks_of_model.matching(options.hook_names, num_layers)
-        if any(hook.kind.width_factor > config.vocab_size for hook in hook_of_name.values()):
+        hook_by_name = hooks_of_model.matching(options.hook_names, num_layers)
+        if any(hook.kind.width_factor > config.vocab_size for hook in hook_by_name.values()):
             raise InputError(
                 f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
             )
-        return dict(hook_of_name.items())
+        return dict(hook_by_name.items())
     layers_to_store: Sequence[int]
     if options.layers_to_extract is None:
         # The default must work for any model, so the last layer replaces layers that a model lacks.
@@ -434,13 +439,13 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
         forward: The program with its hooks.
     """
     num_layers = forward.model.config.num_hidden_layers
-    token_bytes_of_hook = forward.token_bytes
+    bytes_per_token_by_hook = forward.token_bytes
     for encoder in forward.encoders:
         autoencoder_name = plain_url(encoder.autoencoder.name)
         hook_name_in_files = encoder.autoencoder.hook_name_in_files or ""
         codes_in_words = encoder.in_words(forward.model.activation_dtype)
         log.info("codes of %s: %s", autoencoder_name, codes_in_words)
-        token_bytes_of_hook.pop(encoder.hook.name)
+        bytes_per_token_by_hook.pop(encoder.hook.name)
         if layer_in_name(hook_name_in_files) not in ("", str(encoder.source_hook.layer)):
             log.warning(
                 "--encode %s: its files name %s, and it is used at %s",
@@ -448,7 +453,7 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
                 hook_name_in_files,
                 encoder.source_hook.name,
             )
-    if not token_bytes_of_hook:
+    if not bytes_per_token_by_hook:
         return
     uses_default_layers = options.layers_to_extract is None and options.hook_names is None
     if uses_default_layers and not forward.encoders and num_layers <= DEFAULT_LAYERS[-1]:
@@ -461,14 +466,14 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     hook_widths = []
     hook_dtypes = []
     for hook in forward.hooks.values():
-        if hook.name in token_bytes_of_hook:
+        if hook.name in bytes_per_token_by_hook:
             vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
             hook_widths.append(vector_type.width)
             hook_dtypes.append(vector_type.dtype)
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
-        ", ".join(token_bytes_of_hook),
+        ", ".join(bytes_per_token_by_hook),
         f"width {hook_widths[0]} each" if len(set(hook_widths)) == 1 else f"widths {hook_widths}",
         " and ".join(dict.fromkeys(hook_dtypes)),
-        f"{sum(token_bytes_of_hook.values()):,}",
+        f"{sum(bytes_per_token_by_hook.values()):,}",
     )

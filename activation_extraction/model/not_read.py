@@ -162,18 +162,18 @@ def hub_not_reached(
     )
 
 
-def tensor_not_in_file(location: str, index_name: str, file_name: str | None) -> InputError:
+def tensor_not_in_file(location: str, name_in_index: str, name_in_file: str | None) -> InputError:
     """Returns the error for a tensor that is not in the file where the weight index says it is.
 
     Args:
         location: The path or URL of the file.
-        index_name: The name of the tensor in the index.
-        file_name: Another name under which the file contains the tensor; None if it does not
-            contain the tensor at all.
+        name_in_index: The name of the tensor in the weight index.
+        name_in_file: The other name under which the file contains the tensor; None if the file does
+            not contain the tensor.
     """
     remark_on_other_checkpoint = ""
-    if file_name:
+    if name_in_file:
         remark_on_other_checkpoint = (
-            f"; it is {file_name} there: {INDEX_FILE} is of another checkpoint"
+            f"; it is {name_in_file} there: {INDEX_FILE} is of another checkpoint"
         )
-    return InputError(f"{location}: tensor {index_name} is missing{remark_on_other_checkpoint}")
+    return InputError(f"{location}: tensor {name_in_index} is missing{remark_on_other_checkpoint}")

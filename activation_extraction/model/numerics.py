@@ -34,7 +34,7 @@ def einsum(equation: str, x: Array, y: Array) -> Array:
 
 
 def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
-    """Computes `einsum` if the summed axis is split over devices.
+    """Computes the einsum of two arrays whose summed axis is split over devices.
 
     Each device computes the product of its parts of the operands, and the devices add these
     products up. On accelerators, the products are rounded to the dtype of x before they are added.

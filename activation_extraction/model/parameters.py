@@ -66,7 +66,8 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     Args:
         module: The module, which has a `config` and a `dtype`.
         name: The name of the parameter in the module.
-        letters: The letters of the parameter's axes, which give its shape and its logical axes.
+        letters: The letters of the parameter's axes, one letter for each axis, such as "KHD". They
+            give its shape and its logical axes (see `LOGICAL_AXES`).
 
     Returns:
         The value of the parameter.
@@ -110,7 +111,8 @@ class Weight(nn.Module):
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
-        axis_letters: The letters of the weight's axes.
+        axis_letters: The letters of the weight's axes, one letter for each axis, such as "JCIW".
+            They are keys of `LOGICAL_AXES`; qwen2_jax.py and delta_net.py explain them.
         dtype: The dtype of the weight.
     """
 
@@ -133,7 +135,8 @@ class StackedWeight(nn.Module):
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
-        axis_letters: The letters of the axes of one layer's weight.
+        axis_letters: The letters of the axes of one layer's weight, one letter for each axis, such
+            as "EDM". They are keys of `LOGICAL_AXES`; qwen2_jax.py and delta_net.py explain them.
         dtype: The dtype of the weight.
     """
 

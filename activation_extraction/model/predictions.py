@@ -81,8 +81,8 @@ def predictions(
         for prediction_name, prediction_bits in bits_by_prediction_name.items()
     }
     if "loss" in requested:
-        # `_from_logits` stores the loss of a token at the position before it, so that all losses
-        # are moved by one position.
+        # `_from_logits` stores the loss of a token at the position before the token. Therefore, the
+        # next line moves all losses to the right by one position.
         loss_at_token = jnp.roll(array_by_prediction_name["loss"], 1, axis=1)
         array_by_prediction_name["loss"] = jnp.where(
             positions[..., None] == 0, jnp.nan, loss_at_token

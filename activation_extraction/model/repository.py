@@ -90,8 +90,8 @@ class Repository:
         self._weight_file_by_name: dict[str, WeightFile] = {}
 
     @property
-    def commit(self) -> str | None:
-        """The commit of the files on the hub; None for a folder or a URL.
+    def git_commit(self) -> str | None:
+        """The git commit of the files on the hub; None for a folder or a URL.
 
         This property also finds the configuration file, because the commit of a repository on the
         hub is only known after a file was read.
@@ -100,8 +100,8 @@ class Repository:
             InputError: If the configuration file of this kind of repository is missing, for example
                 because the repository was given as a model but contains an adapter.
         """
-        self.file(self.kind.config_file)
-        return self._files.commit
+        self.file(self.kind.config_file_name)
+        return self._files.git_commit
 
     @property
     def file_names(self) -> Collection[str]:
@@ -137,7 +137,7 @@ class Repository:
         """
         if (local_path := self.find(name)) is not None:
             return local_path
-        if name == MODEL.config_file and self.find(ADAPTER.config_file):
+        if name == MODEL.config_file_name and self.find(ADAPTER.config_file_name):
             raise self.adapter_error()
         raise not_read.lacks_file(self.flag_and_path, name, self._files.is_offline)
 
@@ -165,7 +165,7 @@ class Repository:
         if name not in self._weight_file_by_name:
             repository_files = self._files
             if (
-                name == self.kind.weights_file
+                name == self.kind.weights_file_name
                 and name not in repository_files.file_names
                 and not repository_files.is_offline
             ):
@@ -180,8 +180,12 @@ class Repository:
 
     def adapter_error(self) -> InputError:
         """Returns the error about an adapter's repository that is given as a model's repository."""
-        base_model_name = read_json(self.file(ADAPTER.config_file)).get("base_model_name_or_path")
-        return not_read.adapter_in_model(self.flag_and_path, ADAPTER.config_file, base_model_name)
+        base_model_name = read_json(self.file(ADAPTER.config_file_name)).get(
+            "base_model_name_or_path"
+        )
+        return not_read.adapter_in_model(
+            self.flag_and_path, ADAPTER.config_file_name, base_model_name
+        )
 
 
 def check_adapter(lora: str | None) -> None:
@@ -194,7 +198,7 @@ def check_adapter(lora: str | None) -> None:
         InputError: If the repository has no adapter_config.json.
     """
     if lora is not None:
-        Repository(lora, kind=ADAPTER).file(ADAPTER.config_file)
+        Repository(lora, kind=ADAPTER).file(ADAPTER.config_file_name)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

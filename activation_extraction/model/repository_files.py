@@ -1,8 +1,9 @@
-"""Reads the files of a repository in a local folder or at a URL, and declares repository kinds.
+"""Declares the kinds of repositories, and reads a repository in a local folder or at a URL.
 
-A repository contains a model, an adapter or an autoencoder. It is in a local folder (`LocalFiles`),
-at a URL (`RemoteFiles`), or on the Hugging Face hub (`HubFiles` in hub_files.py). All three have
-the interface `RepositoryFiles`. `Repository` in repository.py chooses one of them.
+There are three kinds of repositories (`RepositoryKind`): a repository contains a model, an adapter
+or an autoencoder. It is in a local folder (`LocalFiles`), at a URL (`RemoteFiles`), or on the
+Hugging Face hub (`HubFiles` in hub_files.py). These three classes have the interface
+`RepositoryFiles`. `Repository` in repository.py chooses one of them.
 """
 
 import functools
@@ -29,16 +30,16 @@ class RepositoryKind(NamedTuple):
 
     Attributes:
         flag: The flag whose value is such a repository.
-        config_file: The name of the configuration file.
-        weights_file: The name of the file with the weights, if a single file contains all of them;
-            "" if this name varies.
+        config_file_name: The name of the configuration file.
+        weights_file_name: The name of the file with the weights, if a single file contains all of
+            them; "" if this name varies.
         description: The kind of repository with the library that stores it, for messages, such as
             "adapter with PEFT".
     """
 
     flag: str
-    config_file: str
-    weights_file: str
+    config_file_name: str
+    weights_file_name: str
     description: str
 
 
@@ -55,7 +56,7 @@ class RepositoryFiles(Protocol):
     `LocalFiles`, `RemoteFiles` and `HubFiles` implement this protocol.
 
     Attributes:
-        commit: Commit of the files on the hub; None if the repository is not on the hub.
+        git_commit: Git commit of the files on the hub; None if the repository is not on the hub.
         file_names: Names of all files that can be read.
         is_offline: Whether the repository is on the hub, but only the hub's cache on this machine
             can be read. This is the case if HF_HUB_OFFLINE is set or the hub cannot be reached.
@@ -63,7 +64,7 @@ class RepositoryFiles(Protocol):
     """
 
     @property
-    def commit(self) -> str | None: ...
+    def git_commit(self) -> str | None: ...
 
     @property
     def file_names(self) -> Collection[str]: ...
@@ -98,8 +99,8 @@ class LocalFiles:
     `RepositoryFiles` documents the public methods.
     """
 
-    # A local folder has no commit, and is read in the same way with and without a network.
-    commit = None
+    # A local folder has no git commit, and is read in the same way with and without a network.
+    git_commit = None
     is_offline = False
 
     def __init__(self, folder: Path) -> None:
@@ -124,8 +125,8 @@ class RemoteFiles:
     Small files are copied to a temporary folder, and weights are read by ranges into memory.
     """
 
-    # Files at a URL have no commit and are never read from a cache, unlike those on the hub.
-    commit = None
+    # Files at a URL have no git commit and are never read from a cache, unlike those on the hub.
+    git_commit = None
     is_offline = False
 
     def __init__(self, url: str, flag_and_path: str, flag: str) -> None:

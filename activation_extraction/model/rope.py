@@ -17,7 +17,8 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 
-# YaRN blends frequencies between these numbers of turns over the trained context by default.
+# By default, YaRN blends the frequencies that make between BETA_SLOW and BETA_FAST full rotations
+# over the trained context.
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 # The field of config.json with the length of the context before scaling.
 TRAINED = "original_max_position_embeddings"
@@ -39,16 +40,17 @@ class Rope:
         attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
         blended: First and last value of the range in which a frequency is a mixture of the
             divided and the undivided frequency. With YaRN, the values are indices of frequencies;
-            with Llama 3.1, numbers of turns over the trained context. None for other types.
-        trained: Number of tokens in the context before scaling, with YaRN and Llama 3.1. 0
-            for other types.
-        share: Share of a head's dimensions that are rotated. The other dimensions are the
-            last ones of the head.
+            with Llama 3.1, numbers of full rotations over the trained context. None for other
+            types.
+        trained: Number of tokens in the context before scaling, with YaRN and Llama 3.1. 0 for
+            other types.
+        share: Fraction of a head's dimensions that are rotated, at most 1. The other dimensions
+            are the last ones of the head.
         attn_factor: Factor that vLLM reads in configurations with YaRN, and that is ignored here,
             as in transformers. None if the configuration has no such factor.
     """
 
-    # The names of these fields are also keys in metadata.json.
+    # The names of these fields are also keys in metadata.json, so they must not change.
     theta: float
     rope_type: str = "default"
     factor: float = 1.0
@@ -68,38 +70,38 @@ class Rope:
             rope: The `rope_parameters` of a configuration that transformers has completed.
             head_dim: The size of a head.
             source: The path of config.json, for messages.
-            allows_partial: Whether the family may rotate only a share of the dimensions of a head.
+            allows_partial: Whether the family may rotate only some of the dimensions of a head.
 
         Raises:
             InputError: If the type is not in TYPES, or a number is missing or unusable.
         """
         rope_type = _rope_type(rope, source)
-        rotated_share = _rotated_share(rope, head_dim, allows_partial, source)
+        rotated_fraction = _rotated_fraction(rope, head_dim, allows_partial, source)
         theta = positive_field(rope, "rope_theta", source)
         scaling_factor = 1.0 if rope_type == "default" else positive_field(rope, "factor", source)
         if rope_type in ("default", "dynamic"):
-            return cls(theta, rope_type, share=rotated_share)
+            return cls(theta, rope_type, share=rotated_fraction)
         if rope_type == "linear":
-            return cls(theta, rope_type, scaling_factor, share=rotated_share)
+            return cls(theta, rope_type, scaling_factor, share=rotated_fraction)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
-            blended_range_in_turns = _llama3_turns(rope, source)
+            blended_rotation_counts = _llama3_rotation_counts(rope, source)
             return cls(
                 theta,
                 rope_type,
                 scaling_factor,
-                blended=blended_range_in_turns,
+                blended=blended_rotation_counts,
                 trained=trained_length,
-                share=rotated_share,
+                share=rotated_fraction,
             )
         return cls(
             theta,
             rope_type,
             scaling_factor,
             _attention_factor(rope, scaling_factor, source),
-            _blended_indices(rope, theta, trained_length, int(head_dim * rotated_share), source),
+            _blended_indices(rope, theta, trained_length, int(head_dim * rotated_fraction), source),
             trained_length,
-            rotated_share,
+            rotated_fraction,
             rope.get("attn_factor"),
         )
 
@@ -139,10 +141,10 @@ class Rope:
         blend_start, blend_end = self.blended
         weights_of_undivided_frequencies: np.ndarray
         if self.rope_type == "llama3":
-            turns_over_trained_length = (
+            rotations_over_trained_length = (
                 np.float32(self.trained / (2 * math.pi)) * undivided_frequencies
             )
-            weights_of_undivided_frequencies = (turns_over_trained_length - blend_start) / (
+            weights_of_undivided_frequencies = (rotations_over_trained_length - blend_start) / (
                 blend_end - blend_start
             )
         else:
@@ -221,34 +223,34 @@ def _rope_type(rope: Mapping[str, Any], source: str) -> str:
     return rope_type
 
 
-def _rotated_share(
+def _rotated_fraction(
     rope: Mapping[str, Any], head_dim: int, allows_partial: bool, source: str
 ) -> float:
-    """Returns the share of a head's dimensions that are rotated.
+    """Returns the fraction of a head's dimensions that are rotated.
 
     Args:
         rope: The settings of the rotary embedding.
         head_dim: The size of a head.
-        allows_partial: Whether the family may rotate only a share of the dimensions.
+        allows_partial: Whether the family may rotate only some of the dimensions of a head.
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: If the share is not supported, or does not give an even number of dimensions.
+        InputError: If the fraction is not supported, or does not give an even number of dimensions.
     """
-    rotated_share = positive_field(
+    rotated_fraction = positive_field(
         {"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source
     )
-    if rotated_share != 1 and not allows_partial:
+    if rotated_fraction != 1 and not allows_partial:
         raise InputError(
-            f"{source}: partial_rotary_factor {rotated_share!r} is not supported, only 1.0 is"
+            f"{source}: partial_rotary_factor {rotated_fraction!r} is not supported, only 1.0 is"
         )
-    num_rotated_dims = int(head_dim * rotated_share)
-    if rotated_share > 1 or num_rotated_dims < 2 or num_rotated_dims % 2:
+    num_rotated_dims = int(head_dim * rotated_fraction)
+    if rotated_fraction > 1 or num_rotated_dims < 2 or num_rotated_dims % 2:
         raise InputError(
-            f"{source}: partial_rotary_factor {rotated_share!r} rotates {num_rotated_dims} of a "
+            f"{source}: partial_rotary_factor {rotated_fraction!r} rotates {num_rotated_dims} of a "
             f"head's {head_dim} dimensions; it must be an even number of them, at least 2"
         )
-    return rotated_share
+    return rotated_fraction
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
@@ -278,31 +280,33 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
     return paper_factor(1.0)
 
 
-def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
-    """Returns the range in which Llama 3.1 blends frequencies, as numbers of turns.
+def _llama3_rotation_counts(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
+    """Returns the range of frequencies that Llama 3.1 blends, as two numbers of full rotations.
 
-    A frequency makes a number of turns over the trained context. Frequencies with fewer turns than
-    the range are divided by the factor, and frequencies with more turns are not changed. A
-    frequency in the range becomes a mixture of the divided and the unchanged frequency.
+    A frequency makes a number of full rotations over the trained context. If this number is below
+    the range, the frequency is divided by the factor of the scaling. If it is above the range, the
+    frequency is not changed. A frequency in the range becomes a mixture of the divided and the
+    unchanged frequency.
 
     Args:
         rope: The settings of the rotary embedding.
         source: The path of config.json, for messages.
 
     Returns:
-        A tuple of the lowest and the highest number of turns in the range.
+        A tuple of the smallest and the largest number of rotations in the range.
 
     Raises:
-        InputError: If a number is missing or unusable, or if the lowest number is not below the
-            highest number.
+        InputError: If a number is missing or unusable, or if the smallest number is not below the
+            largest number.
     """
-    min_turns = positive_field(rope, "low_freq_factor", source)
-    max_turns = positive_field(rope, "high_freq_factor", source)
-    if min_turns >= max_turns:
+    min_rotations = positive_field(rope, "low_freq_factor", source)
+    max_rotations = positive_field(rope, "high_freq_factor", source)
+    if min_rotations >= max_rotations:
         raise InputError(
-            f"{source}: high_freq_factor {max_turns} must exceed low_freq_factor {min_turns}"
+            f"{source}: high_freq_factor {max_rotations} must exceed low_freq_factor "
+            f"{min_rotations}"
         )
-    return min_turns, max_turns
+    return min_rotations, max_rotations
 
 
 def _blended_indices(
@@ -329,25 +333,27 @@ def _blended_indices(
         InputError: If a number is unusable, or no index can be computed from the numbers.
     """
 
-    def index_with_turns(turns: float) -> float:
-        """Returns the index of the frequency that makes `turns` turns over the trained context.
+    def index_with_rotations(num_rotations: float) -> float:
+        """Returns the index of the frequency with a number of rotations over the trained context.
 
         The index need not be an integer.
 
         Args:
-            turns: The number of turns.
+            num_rotations: The number of full rotations that the frequency makes.
         """
-        tokens_per_radian = trained_length / (turns * 2 * math.pi)
+        tokens_per_radian = trained_length / (num_rotations * 2 * math.pi)
         return num_rotated_dims * math.log(tokens_per_radian) / (2 * math.log(theta))
 
-    num_turns_at_ends_of_blended_range: list[float] = []
-    for beta_field, default_num_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
-        num_turns_at_ends_of_blended_range.append(
-            positive_field(rope, beta_field, source) if rope.get(beta_field) else default_num_turns
+    rotation_counts_at_ends_of_blended_range: list[float] = []
+    for beta_field, default_num_rotations in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
+        rotation_counts_at_ends_of_blended_range.append(
+            positive_field(rope, beta_field, source)
+            if rope.get(beta_field)
+            else default_num_rotations
         )
     try:
         first_blended_index, last_blended_index = map(
-            index_with_turns, num_turns_at_ends_of_blended_range
+            index_with_rotations, rotation_counts_at_ends_of_blended_range
         )
         if rope.get("truncate", True):
             first_blended_index = math.floor(first_blended_index)

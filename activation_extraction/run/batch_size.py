@@ -94,7 +94,9 @@ def fit_rows(
         RunError: If the compiler failed on another host for another reason than lack of memory.
         JaxRuntimeError: If the compiler failed on this host for another reason than lack of memory.
     """
-    devices_of_host = devices_of_this_host(usable_devices(request.computing.use_data_parallel))
+    devices_of_host = devices_of_this_host(
+        usable_devices(request.computing_options.use_data_parallel)
+    )
     device_kind = devices_of_host[0].device_kind
     bytes_limit_of_device = together(
         host, lambda: (devices_of_host[0].memory_stats() or {}).get("bytes_limit", 0)

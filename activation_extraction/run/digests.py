@@ -38,8 +38,8 @@ def model_digest(repository: Repository) -> str:
         InputError: If a file cannot be read.
         RunError: If a request for weights at a URL failed.
     """
-    if repository.commit is not None:
-        return f"commit {repository.commit}"
+    if repository.git_commit is not None:
+        return f"commit {repository.git_commit}"
     return content_digest(repository)
 
 
@@ -59,7 +59,10 @@ def content_digest(repository: Repository) -> str:
         fingerprints = sorted(
             _weight_fingerprint(weight_file, thread_pool) for weight_file in repository.weight_files
         )
-    digest_lines = [digest_files([repository.file(repository.kind.config_file)]), *fingerprints]
+    digest_lines = [
+        digest_files([repository.file(repository.kind.config_file_name)]),
+        *fingerprints,
+    ]
     return hashlib.sha256("\n".join(digest_lines).encode()).hexdigest()
 
 

@@ -105,10 +105,10 @@ def print_estimate(config: Config) -> int:
     check_adapter(config.model_options.lora)
     run_to_estimate = planned_run(config)
     computing_with_automatic_mesh = replace(
-        run_to_estimate.request.computing, mesh_type="auto", mesh_shape=None, mesh_axes=None
+        run_to_estimate.request.computing_options, mesh_type="auto", mesh_shape=None, mesh_axes=None
     )
     request_with_automatic_mesh = replace(
-        run_to_estimate.request, computing=computing_with_automatic_mesh
+        run_to_estimate.request, computing_options=computing_with_automatic_mesh
     )
     program_with_automatic_mesh = program_of(run_to_estimate, request_with_automatic_mesh)
     requested_program = program_of(run_to_estimate, run_to_estimate.request)
@@ -217,7 +217,7 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
         InputError: If the run would reject the model or the mesh, or if the mesh has the axis
             pipeline.
     """
-    model_config = parse_model_config(run.model_config, request.model.model_path)
+    model_config = parse_model_config(run.model_config, request.model_options.model_path)
     model, host_rows = build_model(request, model_config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
@@ -250,7 +250,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     mesh_layout = program.layout
     devices_of_mesh = [*program.rows.mesh.devices.flat]
     rows_per_host, tokens_per_row = request.batch_shape
-    num_rows_of_step = rows_per_host * program.rows.hosts
+    num_rows_of_step = rows_per_host * program.rows.num_hosts
     cost_model = CostModel(
         program.model, program.weights, num_rows_of_step, tokens_per_row, program.encoders
     )

@@ -272,7 +272,7 @@ def choose_commit(
         earlier_metadata["configuration"].get("model_revision"),
     ):
         return CommitChoice(is_new=False, commit=git_commit_of_run)
-    requested_git_commit = Repository(model_path, requested_revision).commit
+    requested_git_commit = Repository(model_path, requested_revision).git_commit
     if requested_git_commit is not None and git_commit_of_run not in (None, requested_git_commit):
         raise InputError(
             f"--model_revision {requested_revision}: is commit {requested_git_commit}, but "
@@ -491,7 +491,7 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
     metadata_facts = {
         "configuration": stored_configuration,
         "model": asdict(forward.model.config),
-        "model_commit": forward.checkpoint.commit,
+        "model_commit": forward.checkpoint.git_commit,
         "backend": jax.default_backend(),
         "mesh": forward.layout.shape,
         **{
