@@ -127,7 +127,7 @@ class Run:
             root = MemoryFolder(bucket, process or Process())
             folder = root.child(f"machine_000_host_{host:02d}")
             stored = RunLog.read(folder)
-            assert not stored.file_sizes or not stored.problems
+            assert not stored.size_by_file_name or not stored.problems
             for commit in stored.in_order:
                 if not commit.count:
                     continue

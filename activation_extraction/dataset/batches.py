@@ -43,13 +43,14 @@ MIN_READ_BYTES = 2 * 2**20
 # It is larger than MAX_READ_BYTES, because each chunk also needs requests for its token ids and
 # positions, so larger chunks need fewer requests. Shuffling needs many small chunks.
 MAX_ORDERED_READ_BYTES = 14 * 2**20
-# Smallest number of chunks in a shuffled buffer, so that tokens from many parts of the data mix.
+# Smallest number of chunks for which the read-ahead buffer has room if tokens are shuffled, so that
+# tokens from many parts of the data mix.
 MIN_SHUFFLED_CHUNKS = 32
-# Smallest number of chunks in the buffer if a run is in a bucket. It is less than
-# MIN_SHUFFLED_CHUNKS, because chunks of at least MIN_READ_BYTES need much memory.
+# Smallest number of chunks for which the read-ahead buffer has room if a run is in a bucket. It is
+# less than MIN_SHUFFLED_CHUNKS, because chunks of at least MIN_READ_BYTES need much memory.
 MIN_BUCKET_CHUNKS = 8
-# Smallest number of chunks in a buffer whose tokens stay in order. A window takes half of the
-# buffer, so it has room for at least two chunks.
+# Smallest number of chunks for which the read-ahead buffer has room if tokens are not shuffled. A
+# window takes half of the buffer, so it has room for at least two chunks.
 MIN_ORDERED_CHUNKS = 4
 T = TypeVar("T", TokenBatch, TokenPair)
 
@@ -93,10 +94,10 @@ class Batches(Iterator[T]):
         self._make_reader = make_reader
         self._make_batch: Callable[[Sequence[TokenBatch]], T] = make_batch
         self.options = sources[0].options
-        self._position = Position()
-        # The worker of a PyTorch DataLoader to whose part of the data `_position` refers. It is a
-        # tuple of the number of the worker, from 0, and the number of all workers. None if
-        # `_position` refers to all data of this process.
+        self._iteration_position = Position()
+        # The worker of a PyTorch DataLoader to whose part of the data `_iteration_position` refers.
+        # It is a tuple of the number of the worker, from 0, and the number of all workers. None if
+        # `_iteration_position` refers to all data of this process.
         self._loader_worker_and_count: tuple[int, int] | None = None
         # Whether a loop over `torch()` has begun since `restore`.
         self._has_torch_loop_begun = False
@@ -104,16 +105,16 @@ class Batches(Iterator[T]):
         self._following_windows: Generator[Window, None, None] | None = None
         # Window from which the next batch is cut; None if this window is not filled yet.
         self._current_window: Window | None = None
-        # A byte of memory that is shared with forked workers. It is 1 if workers of a DataLoader
+        # One byte of memory, which forked workers of a DataLoader share. The byte is 1 if workers
         # have read batches since `restore`, otherwise 0. None until `torch` is called.
-        self._have_workers_read_byte: mmap.mmap | None = None
+        self._shared_flag_byte: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
             "_following_windows": None,
             "_current_window": None,
-            "_have_workers_read_byte": None,
+            "_shared_flag_byte": None,
         }
 
     def state(self) -> dict[str, Any]:
@@ -122,7 +123,8 @@ class Batches(Iterator[T]):
         Returns:
             A dict of JSON values: the position of the next batch (the fields of
             `windows.Position`), and all settings on which the order of the tokens depends.
-            `restore` refuses the state if the settings of the batches that continue are different.
+            `restore` rejects the state if these settings differ from the settings of the object
+            whose `restore` is called.
 
         Raises:
             ValueError: If workers of a DataLoader have read batches since this object was made or
@@ -130,15 +132,15 @@ class Batches(Iterator[T]):
         """
         if (
             _loader_worker_and_count() is None
-            and self._have_workers_read_byte
-            and self._have_workers_read_byte[0]
+            and self._shared_flag_byte
+            and self._shared_flag_byte[0]
         ):
             raise ValueError(
                 "workers of a DataLoader have read these batches, and only they know where they "
                 "stand: save the state_dict() of torchdata's StatefulDataLoader, or read with "
                 "num_workers=0"
             )
-        return {**self._settings(), **asdict(self._position)}
+        return {**self._settings(), **asdict(self._iteration_position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves the iteration to the position at which a state was saved.
@@ -162,18 +164,19 @@ class Batches(Iterator[T]):
                 )
         self._begin(Position(**state_fields))
 
-    def _begin(self, position: Position) -> None:
+    def _begin(self, iteration_position: Position) -> None:
         """Moves the iteration to a position, as if nothing had been read before.
 
         Args:
-            position: Position in the part of the data that the calling process reads.
+            iteration_position: Position of the next batch. In a worker of a DataLoader, it is a
+                position in the worker's part of the data.
         """
         self.close()
-        self._position = position
+        self._iteration_position = iteration_position
         self._loader_worker_and_count = _loader_worker_and_count()
         self._has_torch_loop_begun = False
-        if self._have_workers_read_byte is not None and _loader_worker_and_count() is None:
-            self._have_workers_read_byte[0] = 0
+        if self._shared_flag_byte is not None and _loader_worker_and_count() is None:
+            self._shared_flag_byte[0] = 0
 
     def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
@@ -238,9 +241,9 @@ class Batches(Iterator[T]):
         """
         from torch.utils.data import IterableDataset
 
-        if self._have_workers_read_byte is None:
-            self._have_workers_read_byte = mmap.mmap(-1, 1)
-        have_workers_read_byte = self._have_workers_read_byte
+        if self._shared_flag_byte is None:
+            self._shared_flag_byte = mmap.mmap(-1, 1)
+        shared_flag_byte = self._shared_flag_byte
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -264,7 +267,7 @@ class Batches(Iterator[T]):
                 if get_spawning_popen() is not None:
                     # The process that starts the worker sets the byte here, because a spawned
                     # worker does not share the memory of this process.
-                    have_workers_read_byte[0] = 1
+                    shared_flag_byte[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -275,7 +278,7 @@ class Batches(Iterator[T]):
 
     def __next__(self) -> T:
         if self._loader_worker_and_count != (loader_worker_and_count := _loader_worker_and_count()):
-            if self._position != Position():
+            if self._iteration_position != Position():
                 raise ValueError(
                     "these batches stand in the middle of the data, of which each worker of a "
                     "DataLoader reads a share of its own: continue with num_workers=0 or with "
@@ -285,25 +288,25 @@ class Batches(Iterator[T]):
             # them would never end. So reading ahead starts anew.
             self.close()
             self._loader_worker_and_count = loader_worker_and_count
-            if loader_worker_and_count is not None and self._have_workers_read_byte is not None:
-                self._have_workers_read_byte[0] = 1
+            if loader_worker_and_count is not None and self._shared_flag_byte is not None:
+                self._shared_flag_byte[0] = 1
         if self._current_window is None:
             self._current_window = self._next_window()
         window = self._current_window
-        num_taken_tokens = self._position.taken
-        stop_token = min(num_taken_tokens + self.options.size, window.token_count)
+        num_taken_tokens = self._iteration_position.taken
+        stop_token_index = min(num_taken_tokens + self.options.size, window.token_count)
         sources_and_blocks = zip(self._token_sources, window.blocks_of_runs, strict=True)
         batch = self._make_batch(
             [
-                token_source.take(blocks, num_taken_tokens, stop_token)
+                token_source.take(blocks, num_taken_tokens, stop_token_index)
                 for token_source, blocks in sources_and_blocks
             ]
         )
-        if stop_token < window.token_count:
-            self._position = replace(self._position, taken=stop_token)
+        if stop_token_index < window.token_count:
+            self._iteration_position = replace(self._iteration_position, taken=stop_token_index)
         else:
             self._current_window = None
-            self._position = window.end
+            self._iteration_position = window.end
         return batch
 
     def _next_window(self) -> Window:
@@ -314,7 +317,7 @@ class Batches(Iterator[T]):
             ValueError: If there was no window at all, because no token passes the filters.
         """
         if self._following_windows is None:
-            self._following_windows = self._windows_of_process().beginning(self._position)
+            self._following_windows = self._windows_of_process().beginning(self._iteration_position)
         try:
             return next(self._following_windows)
         except StopIteration:
@@ -418,7 +421,7 @@ class Batches(Iterator[T]):
             for token_source in self._token_sources
             for filter_text in token_source.options.filters
         )
-        if self._position != Position() or not filter_texts:
+        if self._iteration_position != Position() or not filter_texts:
             return
         message = f"no token passes these filters: {', '.join(filter_texts)}"
         loader_worker_number, num_loader_workers = self._loader_worker_and_count or ONLY_WORKER

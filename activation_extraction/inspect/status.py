@@ -164,9 +164,9 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
             seconds_by_phase[phase_match[1]] = metric_value
     state_without_metadata = HostState(
         name=folder_name,
-        machine=host_folder.machine,
-        host=host_folder.host or 0,
-        state="damaged" if run_log.file_sizes else "not started",
+        machine=host_folder.machine_number,
+        host=host_folder.host_number or 0,
+        state="damaged" if run_log.size_by_file_name else "not started",
         **{count_name: getattr(host_totals, count_name) for count_name in COUNTED},
         last_commit=max((commit.committed for commit in commits), default=None),
         utilisation=run_log.metrics.get("model_flops_utilisation"),

@@ -326,7 +326,7 @@ def check_numbers(
         yield f"{repeated_numbers_in_words} stored more than once, such as {first_repeated_number}"
     for folder_name, run_log in log_by_folder.items():
         folder_identity = run_log.identity
-        last_shard_number = max(run_log.commits, default=0)
+        last_shard_number = max(run_log.commit_by_shard_number, default=0)
         if (
             folder_identity is None
             or last_shard_number == 0
@@ -335,7 +335,7 @@ def check_numbers(
             continue
         sample_numbers = np.unique(np.concatenate(sample_numbers_by_folder[folder_name]))
         if folder_identity.from_dataset and (run_log.metadata or {})["status"] != "complete":
-            mark = furthest_mark(run_log.commits.values())
+            mark = furthest_mark(run_log.commit_by_shard_number.values())
             sample_numbers = sample_numbers[: 0 if mark is None else mark.samples]
         worker = folder_identity.worker
         expected_sample_numbers = worker.sample_idx(0) + worker.stride * np.arange(
@@ -368,7 +368,7 @@ def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
     # Fingerprints of the files of the data set, by the name and the size in bytes of the file.
     fingerprint_by_name_and_bytes: dict[tuple[str, int], str] = {}
     for folder_name, run_log in log_by_folder.items():
-        yield from run_log.damaged_files.values()
+        yield from run_log.message_by_damaged_file.values()
         yield from (
             file_path(folder_name, missing_json_message)
             for missing_json_message in run_log.missing_jsons
@@ -391,6 +391,6 @@ def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
             for problem_of_totals in total_problems(run_log.in_order, folder_metadata):
                 yield f"{metadata_path}: {problem_of_totals}"
             committed_files = {commit.file for commit in run_log.in_order}
-            for file_name in sorted(run_log.file_sizes.keys() - committed_files):
+            for file_name in sorted(run_log.size_by_file_name.keys() - committed_files):
                 if SHARD_FILE.fullmatch(file_name):
                     yield f"{file_path(folder_name, file_name)}: has no JSON"

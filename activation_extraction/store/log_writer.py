@@ -169,11 +169,11 @@ class LogWriter:
                 # This process has begun the new run and has not stored a shard yet, so damaged JSON
                 # files are left over from the old run. They are replaced by reservations and hidden
                 # from the planner, which would otherwise refuse to continue.
-                for shard_json_name in run_log.damaged_files:
+                for shard_json_name in run_log.message_by_damaged_file:
                     if shard_json_name != METADATA:
-                        json_version = run_log.shard_json_versions[shard_json_name]
+                        json_version = run_log.version_by_shard_json[shard_json_name]
                         json_version_by_withdrawn_shard[number_of(shard_json_name)] = json_version
-                run_log = replace(run_log, damaged_files={})
+                run_log = replace(run_log, message_by_damaged_file={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
                 json_version_by_withdrawn_shard |= self._plan.repair.withdrawn_json_versions

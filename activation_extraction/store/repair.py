@@ -229,7 +229,7 @@ class RepairPlanner:
         repaired_run_id = run_log.run or self._newest_run(run_log)
         self._refuse_others(run_log, repaired_run_id)
         good_shards = self._good_shards(
-            replace(run_log, commits=_commits_of(run_log, repaired_run_id))
+            replace(run_log, commit_by_shard_number=_commits_of(run_log, repaired_run_id))
         )
         return self._plan(run_log, repaired_run_id, good_shards)
 
@@ -243,9 +243,11 @@ class RepairPlanner:
             InputError: If the folder contains no commit, or the newest shard has other hooks than
                 this process would store.
         """
-        if not run_log.commits:
+        if not run_log.commit_by_shard_number:
             raise InputError(f"{self.folder.url}: holds no run that could be repaired")
-        newest_commit = max(run_log.commits.values(), key=lambda commit: commit.committed)
+        newest_commit = max(
+            run_log.commit_by_shard_number.values(), key=lambda commit: commit.committed
+        )
         hook_names = tuple(newest_commit.names.values())
         if hook_names and hook_names != self.identity.hooks:
             raise InputError(
@@ -266,7 +268,7 @@ class RepairPlanner:
                 a bucket. Also if another version of this program wrote a file: this version cannot
                 read the file, but that does not mean that the file is damaged.
         """
-        for damage_message in run_log.damaged_files.values():
+        for damage_message in run_log.message_by_damaged_file.values():
             if OTHER_VERSION in damage_message:
                 raise InputError(f"{damage_message}; {VERSION_REMEDY}")
         if run_log.identity is not None:
@@ -394,7 +396,7 @@ class RepairPlanner:
         last_good_shard_number = max(good_commit_by_number, default=0)
         damaged_shard_numbers = {
             number_of(damaged_file_name)
-            for damaged_file_name in run_log.damaged_files
+            for damaged_file_name in run_log.message_by_damaged_file
             if damaged_file_name != METADATA
         }
         existing_shard_numbers = damaged_shard_numbers | set(_commits_of(run_log, run))
@@ -412,7 +414,7 @@ class RepairPlanner:
             if shard_number not in good_commit_by_number
         )
         withdrawn_json_versions = {
-            shard_number: run_log.shard_json_versions.get(commit_name(shard_number))
+            shard_number: run_log.version_by_shard_json.get(commit_name(shard_number))
             for shard_number in (*bad_shard_numbers_at_end, *gap_shard_numbers)
         }
         continuation_mark = furthest_mark(
@@ -434,7 +436,9 @@ class RepairPlanner:
                     stored_metadata,
                 ),
             )
-        continuation_plan = plan_rest(replace(run_log, commits=good_commit_by_number), self.limits)
+        continuation_plan = plan_rest(
+            replace(run_log, commit_by_shard_number=good_commit_by_number), self.limits
+        )
         has_wrong_totals = continuation_plan.is_complete and any(
             total_problems(good_commit_by_number.values(), stored_metadata)
         )
@@ -511,7 +515,7 @@ def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
     """
     return {
         shard_number: commit
-        for shard_number, commit in run_log.commits.items()
+        for shard_number, commit in run_log.commit_by_shard_number.items()
         if commit.run == run
     }
 

@@ -190,12 +190,12 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
             contain more samples or tokens than the limits allow.
     """
     repair_remedy = f"{identity.repair_option} repairs it"
-    for damage_message in run_log.damaged_files.values():
+    for damage_message in run_log.message_by_damaged_file.values():
         damage_remedy = VERSION_REMEDY if OTHER_VERSION in damage_message else repair_remedy
         raise InputError(f"{damage_message}; {damage_remedy}")
     if run_log.identity is not None:
         refuse_difference(run_log.url, identity.compare(run_log.identity))
-    elif any(file_name.startswith("shard_") for file_name in own_files(run_log.file_sizes)):
+    elif any(file_name.startswith("shard_") for file_name in own_files(run_log.size_by_file_name)):
         raise InputError(
             f"{run_log.url}: already holds shards, but no {METADATA}; {identity.repair_option} "
             "writes it again; or give another folder"
@@ -317,7 +317,7 @@ def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
         InputError: If the shards are in another folder.
     """
     upload_url = run_log.moved_to
-    if upload_url != remote and (upload_url or run_log.commits):
+    if upload_url != remote and (upload_url or run_log.commit_by_shard_number):
         shards_location = "are here" if upload_url is None else f"were uploaded to {upload_url}"
         requested_location = f", not in {remote}" if remote else ""
         raise InputError(

@@ -2,8 +2,9 @@
 
 Each host of a run has a folder. These folders are in the output folder: --output_dir, or a folder
 in a bucket. The folder `machine_003` belongs to a machine with one host, and `machine_003_host_01`
-to one of several hosts. If there is only one machine with one host, its files are in the output
-folder itself, unless this is in a bucket. No other module forms or parses these names.
+to one of several hosts. If a run has only one machine with one host, its local files are in the
+output folder itself. In a bucket, the files of such a run are in the folder `machine_000`. No other
+module forms or parses these names.
 
 `read_folders` reads all folders of a run in any state, and `read_run` raises an exception unless
 they are complete and belong together. A process that stores a run begins with `RunFolders`, which
@@ -45,23 +46,25 @@ class HostFolder(NamedTuple):
     """The folder of one host, as its name describes it.
 
     Attributes:
-        machine: Number of the machine, from 0.
-        host: Number of the host in its machine, from 0. None if the machine has a single host.
+        machine_number: Number of the machine, from 0.
+        host_number: Number of the host in its machine, from 0. None if the machine has a single
+            host, whose number the name does not contain.
     """
 
-    machine: int
-    host: int | None = None
+    machine_number: int
+    host_number: int | None = None
 
     @classmethod
-    def of(cls, machine: int, host: int, hosts: int) -> "HostFolder":
+    def of(cls, machine_number: int, host_number: int, host_count: int) -> "HostFolder":
         """Returns the folder of a host.
 
         Args:
-            machine: Number of the machine, from 0.
-            host: Number of the host in its machine, from 0.
-            hosts: Number of hosts of the machine. If it is 1, the folder's name contains no host.
+            machine_number: Number of the machine, from 0.
+            host_number: Number of the host in its machine, from 0.
+            host_count: Number of hosts of the machine. If it is 1, the folder's name does not
+                contain the number of the host.
         """
-        return cls(machine, host if hosts > 1 else None)
+        return cls(machine_number, host_number if host_count > 1 else None)
 
     @classmethod
     def parse(cls, name: str) -> "HostFolder | None":
@@ -74,9 +77,9 @@ class HostFolder(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the folder, such as "machine_003" or "machine_003_host_01"."""
-        if self.host is None:
-            return f"machine_{self.machine:03d}"
-        return f"machine_{self.machine:03d}_host_{self.host:02d}"
+        if self.host_number is None:
+            return f"machine_{self.machine_number:03d}"
+        return f"machine_{self.machine_number:03d}_host_{self.host_number:02d}"
 
 
 def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
@@ -145,7 +148,7 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
         )
     log_by_folder = {}
     for host_folder_name, run_log in zip(folder_names, logs_of_folders, strict=True):
-        if own_files(run_log.file_sizes):
+        if own_files(run_log.size_by_file_name):
             log_by_folder[host_folder_name] = run_log
     if not log_by_folder:
         raise InputError(f"{root.url}: holds no run")
@@ -260,9 +263,11 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
     machine_count = first_identity.worker.machines
     host_count_by_machine = dict.fromkeys(range(machine_count), 1)
     for host_folder in host_folders(logs_by_name).values():
-        if host_folder.host is not None:
-            host_count = host_count_by_machine.get(host_folder.machine, 1)
-            host_count_by_machine[host_folder.machine] = max(host_count, host_folder.host + 1, 2)
+        if host_folder.host_number is not None:
+            host_count = host_count_by_machine.get(host_folder.machine_number, 1)
+            host_count_by_machine[host_folder.machine_number] = max(
+                host_count, host_folder.host_number + 1, 2
+            )
     for folder_identity in reversed(identity_by_folder.values()):
         host_count_by_machine[folder_identity.worker.machine] = folder_identity.worker.hosts
     folder_names = []
@@ -352,25 +357,27 @@ class RunFolders:
         sibling_workers = [replace(worker, host=host_number) for host_number in range(worker.hosts)]
         # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
         for root_index, output_root in enumerate(self.roots):
-            names_of_this_machine = {
+            folder_names_of_this_machine = {
                 folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
             }
             # Names of folders that a run with another number of hosts or machines may have left. ""
             # is the name of the output folder itself.
             folder_names_to_check = [""]
             for name_of_folder, host_folder in host_folders(output_root.listing()).items():
-                machine_number = host_folder.machine
+                machine_number = host_folder.machine_number
                 if machine_number == worker.machine or machine_number >= worker.machines:
                     folder_names_to_check.append(name_of_folder)
             for name_of_folder in folder_names_to_check:
                 stale_folder = output_root.child(name_of_folder)
-                if name_of_folder not in names_of_this_machine and own_files(stale_folder.files()):
-                    stale_remedy = (
+                if name_of_folder not in folder_names_of_this_machine and own_files(
+                    stale_folder.files()
+                ):
+                    remedy_for_stale_folder = (
                         "delete it" if overwrite else "give the same number, or delete it"
                     )
                     raise InputError(
                         f"{stale_folder.url}: holds a run with another number of hosts or "
-                        f"machines; {stale_remedy}"
+                        f"machines; {remedy_for_stale_folder}"
                     )
 
     def earlier(self) -> list[tuple[str, dict[str, Any]]]:

@@ -12,8 +12,7 @@ strictly one after the other:
                     digests and versions. A reservation contains a run, an owner, and the field
                     `reserved`.
 
-A shard without a commit does not exist. A run never replaces its own commits, except in a repair.
-Metrics are not part of the log (metrics.py).
+A shard without a commit does not exist. Metrics are not part of the log (metrics.py).
 
 *Every write* of the owner follows the same three steps. Delta Lake creates the next entry on
 condition that there is no such file. Here, an overwritten run may have left a file, so the writer
@@ -21,7 +20,8 @@ condition that there is no such file. Here, an overwritten run may have left a f
 LostError unless it still names this process as the owner, and (3) writes the file on condition that
 it still has this version, or still does not exist. If the condition does not hold, or the answer is
 lost, the steps are repeated. If the current JSON file then has the content that was to be written,
-the write has succeeded. A commit of the same run is never replaced.
+the write has succeeded. These steps never replace a commit of the same run. Only a repair does so
+(see *Withdraw*).
 
 On S3, the version of an object is a digest of its content, so two processes that write the same
 content would get the same version. Therefore every file contains the id of its writer. In the files
@@ -31,18 +31,26 @@ A process that writes to the folder goes through these phases:
 
 - *Begin.* The process writes its id into metadata.json, on condition that the file has not changed
   since it read the file. It reads the entries only after that. A new run gets its id here.
-- *Reserve.* The process writes a reservation as the next entry. The entry may already be a commit
-  of this run, because the request of an earlier process has arrived only now. In this case, the
-  shard counts as stored, and the process begins again. Once the reservation is written, no earlier
-  process can commit a shard. An earlier process writes its entries one after the other, so the
-  entry that it writes next is the reserved one or a lower one. A lower entry is a commit already,
-  which is never replaced. Before it writes the reserved entry, the earlier process reads the
-  entry's version. If it read the version before the reservation was written, the condition of its
-  write fails. If it read the version afterwards, it then finds another owner in metadata.json.
+- *Reserve.* The process writes a reservation as entry n, the first entry after the last commit of
+  the run. If entry n has become a commit of this run, because a request of an earlier process has
+  arrived late, the shard counts as stored, and the process begins again. Otherwise, once the
+  reservation is written, no earlier process of the run can commit another shard. An earlier process
+  writes entries without gaps, and has not committed shard n, so it can next write only entry n or a
+  lower entry:
+
+    - A lower entry is a commit of this run, which the earlier process does not replace.
+    - To write entry n, the earlier process reads the version of the entry, then the owner in
+      metadata.json, and then writes on condition that the version has not changed. If it read the
+      version before the reservation was written, the condition does not hold. If it read the
+      version afterwards, it finds another owner in metadata.json, and stops.
+
 - *Commit.* The process writes the files of a shard, then the entry with the versions of the files,
   and only then the next entry.
 - *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
-  entry still has the version that was checked (repair.py).
+  entry still has the version that was checked (repair.py). This happens before *Reserve*. If the
+  repair withdraws the last commit of the log, and the process that wrote this commit still runs, a
+  late request of that process may commit the shard after it. The repair then stops with LostError
+  when it would write the entry of that shard.
 - *Finish.* If the run is complete, the process deletes the files of shards that belong to no
   commit, such as the files of an overwritten run. Then it compares the size of every committed file
   with a new listing, and also the version if it wrote the file itself. In any case it writes the
@@ -62,10 +70,11 @@ are left out (resume.py).
 *A reader* (`RunLog.read`) uses only the commits of the run that metadata.json names. It ignores
 reservations, commits of other runs, and files that are in no commit. It reads metadata.json again
 after the entries, and starts again if the run has changed. A listing of several pages is not a
-snapshot, so missing entries are requested by name. If an entry is still missing before a later
-commit, or before the last entry that metadata.json of a complete run counts, the log has a gap.
-Writers and readers refuse it, and --repair fills it. A file is read in the version that is recorded
-in its commit (shard_reader.py).
+snapshot, so missing entries are requested by name. The log has a gap if an entry before a commit is
+still missing, or is a reservation. If the `status` in metadata.json is "complete", metadata.json
+also contains the number of shards, and all entries up to this number must be commits. Writers and
+readers refuse a log with a gap, and --repair fills the gap. A file is read in the version that is
+recorded in its commit (shard_reader.py).
 
 A local folder also has a lock (local_files.py), which a writer keeps until it ends.
 """
@@ -246,7 +255,7 @@ class Commit:
 
     @property
     def name(self) -> str:
-        """The name of the JSON file that contains this commit, such as "shard_0007.json"."""
+        """The name of the JSON file that is this commit, such as "shard_0007.json"."""
         return commit_name(self.number)
 
     @property
@@ -412,23 +421,24 @@ class RunLog:
         metadata: Content of metadata.json. None if the file is missing or damaged.
         metadata_version: Version of metadata.json. None if the file is missing, or the store has no
             versions.
-        commits: Commits of the run that metadata.json names, by their numbers. Without metadata,
-            the commits of all runs.
-        shard_json_versions: Version of each shard's JSON file that was read, by its name; None if
-            the store has no versions. Missing files have no key.
-        file_sizes: Sizes of all files in the folder in bytes, by name.
-        damaged_files: Message on each JSON file that cannot be read, by the name of the file.
+        commit_by_shard_number: Commits of the run that metadata.json names, by the number of the
+            shard. Without metadata, the commits of all runs.
+        version_by_shard_json: Version of each shard's JSON file that was read, by the name of the
+            file; None if the store has no versions. Missing files have no key.
+        size_by_file_name: Sizes of all files in the folder in bytes, by the name of the file.
+        message_by_damaged_file: Message on each JSON file that cannot be read, by the name of the
+            file.
         metrics: Numbers in the last line of metrics.jsonl, by name.
         url: URL of the folder, without secrets.
-        is_local: Whether the folder is on this machine.
+        is_local: Whether the folder is on a local disk, and not in a bucket or at another URL.
     """
 
     metadata: dict[str, Any] | None = None
     metadata_version: str | None = None
-    commits: dict[int, Commit] = field(default_factory=dict)
-    shard_json_versions: dict[str, str | None] = field(default_factory=dict)
-    file_sizes: dict[str, int] = field(default_factory=dict)
-    damaged_files: dict[str, str] = field(default_factory=dict)
+    commit_by_shard_number: dict[int, Commit] = field(default_factory=dict)
+    version_by_shard_json: dict[str, str | None] = field(default_factory=dict)
+    size_by_file_name: dict[str, int] = field(default_factory=dict)
+    message_by_damaged_file: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     is_local: bool = True
@@ -439,7 +449,7 @@ class RunLog:
 
         metadata.json is read before and after the JSON files of the shards. If another run has
         begun in between, all files are read again. JSON files that cannot be read are listed in
-        `damaged_files`.
+        `message_by_damaged_file`.
 
         Args:
             folder: Folder of a host.
@@ -466,7 +476,10 @@ class RunLog:
     @property
     def in_order(self) -> list[Commit]:
         """The commits in the order of their numbers."""
-        return [self.commits[shard_number] for shard_number in sorted(self.commits)]
+        return [
+            self.commit_by_shard_number[shard_number]
+            for shard_number in sorted(self.commit_by_shard_number)
+        ]
 
     @property
     def moved_to(self) -> str | None:
@@ -487,7 +500,7 @@ class RunLog:
         return [
             file_name
             for file_name, file_facts in file_names_and_facts
-            if self.file_sizes.get(file_name) != file_facts.bytes
+            if self.size_by_file_name.get(file_name) != file_facts.bytes
         ]
 
     @property
@@ -498,7 +511,7 @@ class RunLog:
         shards were uploaded to another folder. If metadata.json is missing, a message on it comes
         first.
         """
-        has_metadata_file = self.metadata or METADATA in self.damaged_files
+        has_metadata_file = self.metadata or METADATA in self.message_by_damaged_file
         missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
             return missing_messages
@@ -506,13 +519,15 @@ class RunLog:
         # If the JSON files of the last shards are missing, no later file shows this. But the
         # metadata.json of a complete run records the number of shards.
         recorded_shard_count = metadata["shards"] if metadata.get("status") == "complete" else 0
-        shard_number_after_last = max([recorded_shard_count, *self.commits]) + 1
+        shard_number_after_last = max([recorded_shard_count, *self.commit_by_shard_number]) + 1
         damaged_shard_numbers = {
-            number_of(file_name) for file_name in self.damaged_files if file_name != METADATA
+            number_of(file_name)
+            for file_name in self.message_by_damaged_file
+            if file_name != METADATA
         }
         existing_shard_numbers = {
             shard_number
-            for shard_number in {*self.commits, *damaged_shard_numbers}
+            for shard_number in {*self.commit_by_shard_number, *damaged_shard_numbers}
             if shard_number < shard_number_after_last
         }
         for missing_range in _gaps([0, *sorted(existing_shard_numbers), shard_number_after_last]):
@@ -536,7 +551,11 @@ class RunLog:
         file_problem_messages = [
             f"{self.url}/{file_name}: is missing or cut short" for file_name in missing_files
         ]
-        return [*self.damaged_files.values(), *json_problem_messages, *file_problem_messages]
+        return [
+            *self.message_by_damaged_file.values(),
+            *json_problem_messages,
+            *file_problem_messages,
+        ]
 
 
 def _read_once(folder: Folder) -> RunLog:
@@ -547,43 +566,47 @@ def _read_once(folder: Folder) -> RunLog:
     metadata_bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
     metadata_bytes, metadata_version = metadata_bytes_and_version or (None, None)
     # Name of a JSON file that cannot be read -> message on the file.
-    damaged_files: dict[str, str] = {}
+    message_by_damaged_file: dict[str, str] = {}
     # Name of a shard's JSON file, a commit or a reservation -> version of this file.
-    shard_json_versions: dict[str, str | None] = {}
+    version_by_shard_json: dict[str, str | None] = {}
     metadata = None
     if metadata_bytes is not None:
         try:
             metadata = parse_metadata(metadata_bytes, f"{folder.url}/{METADATA}")
         except DamagedError as error:
-            damaged_files[METADATA] = str(error)
-    file_sizes = folder.files()
-    listed_json_names = {file_name for file_name in file_sizes if COMMIT.fullmatch(file_name)}
-    commits = _read_commits(folder, listed_json_names, metadata, shard_json_versions, damaged_files)
+            message_by_damaged_file[METADATA] = str(error)
+    size_by_file_name = folder.files()
+    listed_json_names = {
+        file_name for file_name in size_by_file_name if COMMIT.fullmatch(file_name)
+    }
+    commit_by_shard_number = _read_commits(
+        folder, listed_json_names, metadata, version_by_shard_json, message_by_damaged_file
+    )
     # A listing of several pages may lack a shard's JSON file that was written meanwhile, so JSON
     # files with the missing numbers are requested by name.
-    missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
+    missing_numbers = chain.from_iterable(_gaps([0, *sorted(commit_by_shard_number)]))
     missing_json_names = {
         commit_name(shard_number) for shard_number in islice(missing_numbers, MAX_UNLISTED)
     }
     unlisted_json_names = missing_json_names - listed_json_names
-    commits |= _read_commits(
-        folder, unlisted_json_names, metadata, shard_json_versions, damaged_files
+    commit_by_shard_number |= _read_commits(
+        folder, unlisted_json_names, metadata, version_by_shard_json, message_by_damaged_file
     )
     run_log = RunLog(
         metadata=metadata,
         metadata_version=metadata_version,
-        commits=commits,
-        shard_json_versions=shard_json_versions,
-        file_sizes=file_sizes,
-        damaged_files=damaged_files,
-        metrics=last_metrics(folder, file_sizes.get(METRICS, 0)),
+        commit_by_shard_number=commit_by_shard_number,
+        version_by_shard_json=version_by_shard_json,
+        size_by_file_name=size_by_file_name,
+        message_by_damaged_file=message_by_damaged_file,
+        metrics=last_metrics(folder, size_by_file_name.get(METRICS, 0)),
         url=folder.url,
         is_local=folder.is_local,
     )
     if run_log.missing_files:
         # The missing files may have been written after the folder was listed, so it is listed
         # again.
-        return replace(run_log, file_sizes=folder.files())
+        return replace(run_log, size_by_file_name=folder.files())
     return run_log
 
 
@@ -591,21 +614,22 @@ def _read_commits(
     folder: Folder,
     names: Iterable[str],
     metadata: Mapping[str, Any] | None,
-    versions: dict[str, str | None],
-    damaged_files: dict[str, str],
+    version_by_shard_json: dict[str, str | None],
+    message_by_damaged_file: dict[str, str],
 ) -> dict[int, Commit]:
     """Reads JSON files of shards, and returns the commits among them by the shard's number.
 
-    The other JSON files are reservations.
+    The other JSON files are reservations, commits of other runs, or files that cannot be read.
 
     Args:
         folder: Folder that contains the log.
         names: Names of the JSON files, of which some may not exist.
         metadata: Content of metadata.json. Commits of other runs are left out. None to return the
             commits of all runs.
-        versions: Dict to which the version of each file is added, by the name of the file.
-        damaged_files: Dict to which a message on each file that cannot be read is added, by the
-            name of the file.
+        version_by_shard_json: Dict to which the version of each file is added, by the name of the
+            file.
+        message_by_damaged_file: Dict to which a message on each file that cannot be read is added,
+            by the name of the file.
     """
     commit_by_number: dict[int, Commit] = {}
     sorted_json_names = sorted(names)
@@ -619,11 +643,11 @@ def _read_commits(
         ):
             if json_bytes_and_version is None:
                 continue
-            json_bytes, versions[shard_json_name] = json_bytes_and_version
+            json_bytes, version_by_shard_json[shard_json_name] = json_bytes_and_version
             try:
                 commit = parse_commit(json_bytes, f"{folder.url}/{shard_json_name}")
             except DamagedError as error:
-                damaged_files[shard_json_name] = str(error)
+                message_by_damaged_file[shard_json_name] = str(error)
                 continue
             if commit is not None and (metadata is None or commit.run == metadata["run"]):
                 commit_by_number[commit.number] = commit

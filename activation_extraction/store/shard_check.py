@@ -116,7 +116,7 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
         RunError: If a file is missing or has another size.
     """
     for file_name, recorded_facts in commit.files.items():
-        actual_bytes = run_log.file_sizes.get(file_name)
+        actual_bytes = run_log.size_by_file_name.get(file_name)
         # The folder was listed earlier, so a size that differs may be outdated and is read again.
         if actual_bytes != recorded_facts.bytes:
             current_file_entry = store.head(file_name)
