@@ -79,8 +79,8 @@ class Server(socketserver.ThreadingTCPServer):
     Attributes:
         latency_seconds: Seconds before each answer begins.
         bytes_per_second: Largest number of bytes per second of a connection.
-        counts: Totals since the start of the server.
-        counts_lock: Lock for changes of `counts`.
+        answer_counts: Totals since the start of the server.
+        counts_lock: Lock for changes of `answer_counts`.
         objects: Name of an object -> the object.
         object_names: Names of the objects, sorted.
     """
@@ -127,30 +127,30 @@ class Server(socketserver.ThreadingTCPServer):
         """
         # Entry of the page -> its XML. An entry is the name of an object, or the name of a folder
         # followed by the delimiter.
-        xml_of_entry: dict[str, str] = {}
+        xml_by_entry: dict[str, str] = {}
         first_object_index = bisect_left(
             self.object_names, max(prefix, last_entry_of_previous_page)
         )
         for object_name in self.object_names[first_object_index:]:
-            if len(xml_of_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
+            if len(xml_by_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
                 break
             entry_after_prefix, delimiter_of_entry, _ = object_name[len(prefix) :].partition(
                 delimiter or "\0"
             )
             listing_entry = prefix + entry_after_prefix + delimiter_of_entry
-            if listing_entry <= last_entry_of_previous_page or listing_entry in xml_of_entry:
+            if listing_entry <= last_entry_of_previous_page or listing_entry in xml_by_entry:
                 continue
             listed_object = self.objects[object_name]
-            xml_of_entry[listing_entry] = (
+            xml_by_entry[listing_entry] = (
                 f"<CommonPrefixes><Prefix>{escape(listing_entry)}</Prefix></CommonPrefixes>"
                 if delimiter_of_entry
                 else f"<Contents><Key>{escape(listing_entry)}</Key>"
                 f"<Size>{listed_object.num_bytes}</Size><ETag>{listed_object.etag}</ETag>"
                 f"<LastModified>{LISTED_DATE}</LastModified></Contents>"
             )
-        entries_xml = "".join([*xml_of_entry.values()][:PAGE_ENTRIES])
-        if len(xml_of_entry) > PAGE_ENTRIES:
-            continuation_token = escape([*xml_of_entry][PAGE_ENTRIES - 1])
+        entries_xml = "".join([*xml_by_entry.values()][:PAGE_ENTRIES])
+        if len(xml_by_entry) > PAGE_ENTRIES:
+            continuation_token = escape([*xml_by_entry][PAGE_ENTRIES - 1])
             entries_xml += f"<NextContinuationToken>{continuation_token}</NextContinuationToken>"
         return f"<ListBucketResult>{entries_xml}</ListBucketResult>".encode()
 
@@ -164,19 +164,21 @@ class Connection(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         while request_line := self.rfile.readline():
             method, request_target, _ = request_line.decode("latin-1").split(" ", 2)
-            content_of_header = {}
+            content_by_header_name = {}
             while header_line := self.rfile.readline().strip():
                 header_name, _, header_content = header_line.decode("latin-1").partition(":")
-                content_of_header[header_name.lower()] = header_content.strip()
-            self.answer(method, request_target, content_of_header)
+                content_by_header_name[header_name.lower()] = header_content.strip()
+            self.answer(method, request_target, content_by_header_name)
 
-    def answer(self, method: str, request_target: str, headers: dict[str, str]) -> None:
+    def answer(
+        self, method: str, request_target: str, content_by_header_name: dict[str, str]
+    ) -> None:
         """Answers a request.
 
         Args:
             method: The method, "GET" or "HEAD".
             request_target: The path and the query of the requested URL.
-            headers: Name of a header in small letters -> content of the header.
+            content_by_header_name: Name of a header in small letters -> content of the header.
         """
         if request_target == "/counts":
             return self.send(200, json.dumps(self.server.answer_counts._asdict()).encode())
@@ -200,11 +202,11 @@ class Connection(socketserver.StreamRequestHandler):
         if stored_object is None:
             self.server.count_request(0)
             return self.send(404)
-        if headers.get("if-match", stored_object.etag) != stored_object.etag:
+        if content_by_header_name.get("if-match", stored_object.etag) != stored_object.etag:
             self.server.count_request(0)
             return self.send(412)
         http_status, start_offset, stop_offset = requested_range(
-            headers.get("range", ""), stored_object.num_bytes
+            content_by_header_name.get("range", ""), stored_object.num_bytes
         )
         self.server.count_request(stop_offset - start_offset if method == "GET" else 0)
         object_headers = f"ETag: {stored_object.etag}\r\nx-goog-generation: 1\r\n"
@@ -228,7 +230,7 @@ class Connection(socketserver.StreamRequestHandler):
         self.wfile.write(f"{status_line}{object_headers}Content-Length: {size}\r\n\r\n".encode())
 
     def send(self, status: int, content: bytes = b"") -> None:
-        """Sends an answer that is no object, such as a listing or an error.
+        """Sends an answer that does not contain a file, such as a listing or an error.
 
         Args:
             status: The HTTP status.

@@ -1,7 +1,7 @@
-"""Extracts activations with transformers in three ways, for comparison with this tool.
+"""Extracts activations with transformers by three methods, for comparison with this tool.
 
-end_to_end.py runs this script in one process for each way, with the Python of a separate
-environment (benchmarks/requirements.txt). The script does not import JAX. The ways are:
+end_to_end.py runs this script in one process for each method, with the Python of a separate
+environment (benchmarks/requirements.txt). The script does not import JAX. The methods are:
 
 padded  the usual loop: batches padded to their longest document, an attention mask,
         output_hidden_states, values widened to float32, pickle, and gzip at its default level
@@ -9,10 +9,10 @@ sorted  as padded, but with documents sorted by length, and with the faster gzip
 alone   one document at a time, without padding and mask, with values in the model's dtype, and
         with the gzip of isal
 
-Every way writes gzipped pickles, and waits until each file is on the disk. A pickle maps each hook
-to a list of records {sample_idx, hook, activation, shape, text_preview, token_ids, doc_id}. A hook
-is the residual stream after a layer, or the numbers of the experts to which a layer routes each
-token. The last line printed is one JSON object.
+Every method writes gzipped pickles, and waits until each file is on the disk. A pickle maps each
+hook to a list of records {sample_idx, hook, activation, shape, text_preview, token_ids, doc_id}. A
+hook is the residual stream after a layer, or the numbers of the experts to which a layer routes
+each token. The last line printed is one JSON object.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from isal import igzip
 
 # A function that computes a batch from the token ids of its documents. It returns a tensor
 # (documents, tokens, width) for each hook.
-Forward = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
+ComputeBatch = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
 # The largest size of a shard before compression, which is the default of extract_activations.py.
 SHARD_BYTES = 10**9
 # The compression level of isal, from 0 (fastest) to 3 (smallest files). This tool uses the same
@@ -43,8 +43,8 @@ ISAL_LEVEL = 1
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to extract activations with transformers: how documents are batched and written.
+class ExtractionMethod:
+    """A method of extracting activations with transformers: how documents are batched and written.
 
     Attributes:
         pads_batches: Whether a batch contains several documents, which are padded to the longest
@@ -61,15 +61,19 @@ class Way:
     uses_isal: bool = True
 
 
-WAYS = {
-    "padded": Way(pads_batches=True, stores_float32=True, uses_isal=False),
-    "sorted": Way(pads_batches=True, sorts_by_length=True, stores_float32=True),
-    "alone": Way(),
+# Name of a method -> method.
+EXTRACTION_METHODS = {
+    "padded": ExtractionMethod(pads_batches=True, stores_float32=True, uses_isal=False),
+    "sorted": ExtractionMethod(pads_batches=True, sorts_by_length=True, stores_float32=True),
+    "alone": ExtractionMethod(),
 }
 
 
 def batches_of(
-    lengths: Sequence[int], way: Way, batch_size: int, batches_per_computed_batch: int
+    lengths: Sequence[int],
+    method: ExtractionMethod,
+    batch_size: int,
+    batches_per_computed_batch: int,
 ) -> list[list[int]]:
     """Divides documents into batches, and selects the batches that are computed.
 
@@ -78,8 +82,8 @@ def batches_of(
 
     Args:
         lengths: The number of tokens of each document.
-        way: The way to batch documents.
-        batch_size: The number of documents of a batch. Ignored if the way does not pad batches,
+        method: The extraction method, which determines how documents are batched.
+        batch_size: The number of documents of a batch. Ignored if the method does not pad batches,
             because each batch is then a single document.
         batches_per_computed_batch: The number of successive batches of which the middle one is
             selected.
@@ -88,9 +92,9 @@ def batches_of(
         For each selected batch, the indices of its documents in `lengths`.
     """
     document_indices = list(range(len(lengths)))
-    if way.sorts_by_length:
+    if method.sorts_by_length:
         document_indices.sort(key=lambda document_index: lengths[document_index])
-    if not way.pads_batches:
+    if not method.pads_batches:
         batch_size = 1
     batch_starts = range(0, len(document_indices), batch_size)
     document_indices_of_batches = [
@@ -102,16 +106,16 @@ def batches_of(
     return document_indices_of_batches[index_of_first_selected_batch::batches_per_computed_batch]
 
 
-def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
+def load_transformers(folder: str, dtype: torch.dtype, hook_names: Sequence[str]) -> ComputeBatch:
     """Loads a model with transformers, without its head and with scaled dot-product attention.
 
     Args:
         folder: The folder of the checkpoint.
         dtype: The dtype of weights and computation.
-        hooks: The names of the hooks whose values are computed.
+        hook_names: The names of the hooks whose values are computed.
 
     Returns:
-        The function that computes the values at the hooks for a batch (see `Forward`).
+        The function that computes the values at the hooks for a batch (see `ComputeBatch`).
     """
     import transformers
 
@@ -122,16 +126,16 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
     model.norm = torch.nn.Identity()
     # Number of a layer -> numbers of the experts that each token of the batch is routed to,
     # (tokens, experts of a token).
-    experts_of_layer: dict[int, torch.Tensor] = {}
-    for layer in map(layer_of, filter(is_expert_hook, hooks)):
+    experts_by_layer: dict[int, torch.Tensor] = {}
+    for layer in map(layer_of, filter(is_expert_hook, hook_names)):
 
         def hook_gate(_: Any, _inputs: Any, gate_output: Any, layer: int = layer) -> None:
             _logits, _weights, expert_numbers = gate_output
-            experts_of_layer[layer] = expert_numbers
+            experts_by_layer[layer] = expert_numbers
 
         model.layers[layer].mlp.gate.register_forward_hook(hook_gate)
 
-    def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def compute_batch(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         padded_token_ids, attention_mask = pad(documents)
         model_output = model(
             padded_token_ids,
@@ -140,17 +144,17 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
             use_cache=False,
         )
         values_of_hooks = []
-        for hook_name in hooks:
+        for hook_name in hook_names:
             layer = layer_of(hook_name)
             if is_expert_hook(hook_name):
                 values_of_hooks.append(
-                    experts_of_layer[layer].to(torch.int16).reshape(*padded_token_ids.shape, -1)
+                    experts_by_layer[layer].to(torch.int16).reshape(*padded_token_ids.shape, -1)
                 )
             else:
                 values_of_hooks.append(model_output.hidden_states[layer + 1])
         return values_of_hooks
 
-    return forward
+    return compute_batch
 
 
 def layer_of(hook_name: str) -> int:
@@ -209,15 +213,14 @@ class Shards:
 
     Attributes:
         folder: Folder of the shards.
-        hooks: Names of the hooks, in the order of the values that `add` takes.
-        way: Way to use transformers, which determines the dtype of stored values and the
-            compression.
+        hook_names: Names of the hooks, in the order of the values that `add` takes.
+        method: Extraction method, which determines the dtype of stored values and the compression.
         written_bytes: Total size in bytes of the files written so far.
     """
 
     folder: Path
-    hooks: Sequence[str]
-    way: Way
+    hook_names: Sequence[str]
+    method: ExtractionMethod
     written_bytes: int = 0
     _num_written_shards: int = 0
     _collected_array_bytes: int = 0  # bytes of the values that are not written yet
@@ -235,13 +238,13 @@ class Shards:
         Args:
             document_number: The number of the document in the data set, from 0.
             token_ids: The token ids of the document.
-            values: The values at each hook, (tokens, width), in the order of `hooks`.
+            values: The values at each hook, (tokens, width), in the order of `hook_names`.
         """
-        hook_arrays = [as_numpy(tensor, self.way.stores_float32) for tensor in values]
+        hook_arrays = [as_numpy(tensor, self.method.stores_float32) for tensor in values]
         array_bytes = sum(array.nbytes for array in hook_arrays)
         if self._collected_array_bytes and self._collected_array_bytes + array_bytes > SHARD_BYTES:
             self.flush()
-        for hook_name, hook_array in zip(self.hooks, hook_arrays, strict=True):
+        for hook_name, hook_array in zip(self.hook_names, hook_arrays, strict=True):
             shard_record = {
                 "sample_idx": document_number,
                 "hook": hook_name,
@@ -278,7 +281,7 @@ class Shards:
         Args:
             file: The binary file to write.
         """
-        if self.way.uses_isal:
+        if self.method.uses_isal:
             return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=ISAL_LEVEL)
         # Without a level, Python's gzip compresses at level 9, the slowest one.
         return gzip.GzipFile(fileobj=file, mode="wb")
@@ -286,7 +289,7 @@ class Shards:
 
 @torch.inference_mode()
 def run(
-    forward: Forward,
+    compute_batch: ComputeBatch,
     documents: Sequence[Sequence[int]],
     batches: Sequence[Sequence[int]],
     shards: Shards,
@@ -298,7 +301,7 @@ def run(
     Computing and writing alternate in one thread.
 
     Args:
-        forward: The function that computes a batch.
+        compute_batch: The function that computes a batch.
         documents: The token ids of each document.
         batches: For each batch, the indices of its documents in `documents`.
         shards: The shards to which documents are written.
@@ -316,7 +319,7 @@ def run(
     start_time = time.perf_counter()
     for document_numbers_of_batch in batches:
         batch_start_time = time.perf_counter()
-        values_of_hooks = forward(
+        values_of_hooks = compute_batch(
             [documents[document_number] for document_number in document_numbers_of_batch]
         )
         run_figures["compute_seconds"] += time.perf_counter() - batch_start_time
@@ -339,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("way", choices=WAYS, help="see above")
+    parser.add_argument("method", choices=EXTRACTION_METHODS, help="see above")
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument(
         "--token_ids", type=Path, required=True, help="JSON file: a list per document"
@@ -358,25 +361,27 @@ def main() -> None:
         help="write one of every N computed documents (default: 1)",
     )
     parsed_flags = parser.parse_args()
-    way = WAYS[parsed_flags.way]
+    method = EXTRACTION_METHODS[parsed_flags.method]
     dtype = getattr(torch, parsed_flags.dtype)
     token_ids_of_documents = json.loads(parsed_flags.token_ids.read_text())
     start_time = time.perf_counter()
-    forward = load_transformers(parsed_flags.model, dtype, parsed_flags.hooks)
+    compute_batch = load_transformers(parsed_flags.model, dtype, parsed_flags.hooks)
     with torch.inference_mode():
         # The first call takes longer than the others. It is not measured, just as compiling is not
         # measured for this tool.
-        forward([token_ids_of_documents[0][:16]])
+        compute_batch([token_ids_of_documents[0][:16]])
     load_seconds = time.perf_counter() - start_time
     document_lengths = [len(token_ids) for token_ids in token_ids_of_documents]
-    batches = batches_of(document_lengths, way, parsed_flags.batch_size, parsed_flags.every)
+    batches = batches_of(document_lengths, method, parsed_flags.batch_size, parsed_flags.every)
     parsed_flags.output.mkdir(parents=True, exist_ok=True)
-    shards = Shards(parsed_flags.output, parsed_flags.hooks, way)
-    run_figures = run(forward, token_ids_of_documents, batches, shards, parsed_flags.written_every)
-    version_of_package = {
+    shards = Shards(parsed_flags.output, parsed_flags.hooks, method)
+    run_figures = run(
+        compute_batch, token_ids_of_documents, batches, shards, parsed_flags.written_every
+    )
+    version_by_package = {
         package_name: version(package_name) for package_name in ("torch", "transformers", "isal")
     }
-    print(json.dumps(run_figures | {"load_seconds": load_seconds, "versions": version_of_package}))
+    print(json.dumps(run_figures | {"load_seconds": load_seconds, "versions": version_by_package}))
 
 
 if __name__ == "__main__":

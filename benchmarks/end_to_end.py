@@ -1,17 +1,18 @@
 """Compares the speed of this tool with transformers at a real model's size: `make bench`.
 
-A contender is this tool ("ours"), or one of the ways to use transformers in competitors.py. Each
-extracts layers 10 to 23 of the same documents, and stores them as gzipped pickles on the disk. The
-model has random weights in the shape of Qwen2.5-0.5B. The documents have log-normal lengths, with a
-median of 620 tokens and a sigma of 1.0, and are cut at 2048 tokens. compute_only.py measures this
-tool without storing. Every measurement runs in a separate process. Each of --rounds rounds measures
-every contender once, and medians are reported. The last line printed is one JSON object.
+A contender is this tool ("ours"), or a competitor: an extraction method of competitors.py, which
+uses transformers. Each contender extracts layers 10 to 23 of the same documents, and stores them as
+gzipped pickles on the disk. The model has random weights in the shape of Qwen2.5-0.5B. The
+documents have log-normal lengths, with a median of 620 tokens and a sigma of 1.0, and are cut at
+2048 tokens. compute_only.py measures this tool without storing. Every measurement runs in a
+separate process. Each of --rounds rounds measures every contender once, and medians are reported.
+The last line printed is one JSON object.
 
 A contender's tokens per second are measured from the end of loading and compiling until the last
-shard is on the disk. Padding and its operations do not count. The ways of competitors.py take
-minutes. So, without --whole, they compute only one of several batches, and write only one of
-several computed documents. Their seconds per token are the sum of the seconds of computing and of
-writing, because they do one after the other.
+shard is on the disk. Padding and its operations do not count. The competitors take minutes. So,
+without --whole, they compute only one of several batches, and write only one of several computed
+documents. Their seconds per token are the sum of the seconds of computing and of writing, because
+they do one after the other.
 
 In a model with experts, all contenders also store the numbers of the experts to which tokens are
 routed. These columns of the table need an explanation:
@@ -63,11 +64,11 @@ from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, print_result, run
 from qwen2_jax_with_hooks import create_model_with_hooks
 
-# Name of a figure -> figure, for this tool or one way to use transformers, in one dtype.
+# Name of a figure -> figure, for one contender (this tool or a competitor) in one dtype.
 Figures = dict[str, Any]
 
 
-class Sampling(NamedTuple):
+class DocumentSelection(NamedTuple):
     """The selection of the documents that a contender (a measured program) computes and writes.
 
     Attributes:
@@ -81,14 +82,13 @@ class Sampling(NamedTuple):
     documents_per_written_document: int
 
 
-EVERYTHING = Sampling(1, 1)
-# Name of a contender -> which of its batches it computes, and which documents it writes, if --whole
-# is not set.
-SAMPLINGS = {
-    "ours": EVERYTHING,
-    "alone": Sampling(4, 1),
-    "sorted": Sampling(4, 1),
-    "padded": Sampling(4, 8),
+ALL_DOCUMENTS = DocumentSelection(1, 1)
+# Name of a contender -> the documents that it computes and writes if --whole is not set.
+DOCUMENT_SELECTIONS = {
+    "ours": ALL_DOCUMENTS,
+    "alone": DocumentSelection(4, 1),
+    "sorted": DocumentSelection(4, 1),
+    "padded": DocumentSelection(4, 8),
 }
 COMPETITORS = ROOT / ".venv/competitors/bin/python"
 # The default layers of --layers_to_extract.
@@ -127,23 +127,23 @@ class Bench:
         return sorted({min(layer, last_layer) for layer in LAYERS})
 
     @property
-    def hooks(self) -> list[str]:
+    def hook_names(self) -> list[str]:
         """The names of the stored hooks.
 
         They are the residual stream after each extracted layer and, in every layer with experts,
         the indices of the experts of each token, which agreement.py compares.
         """
-        residual_hooks = [RESIDUAL.format(layer) for layer in self.layers]
-        expert_hooks = [
+        residual_hook_names = [RESIDUAL.format(layer) for layer in self.layers]
+        expert_hook_names = [
             CHOSEN.format(layer)
             for layer, layer_type in enumerate(self.model_config.layer_types)
             if SPARSE in layer_type.split()
         ]
-        return residual_hooks + expert_hooks
+        return residual_hook_names + expert_hook_names
 
     @property
     def has_experts(self) -> bool:
-        return len(self.hooks) > len(self.layers)
+        return len(self.hook_names) > len(self.layers)
 
     def flops_per_token(self, lengths: Sequence[int]) -> float:
         """Returns the mean number of floating-point operations that a token needs.
@@ -176,23 +176,19 @@ class Bench:
         if self.parsed_flags.batch_size is not None:
             extraction_flags += ["--batch_size", str(self.parsed_flags.batch_size)]
         if self.has_experts:
-            extraction_flags += ["--hook_names", *self.hooks]
+            extraction_flags += ["--hook_names", *self.hook_names]
         return extraction_flags
 
-    def sampling(self, contender: str) -> Sampling:
-        """Returns which of the documents one of the measured programs computes and writes.
+    def document_selection(self, contender: str) -> DocumentSelection:
+        """Returns the selection of the documents that a contender computes and writes.
 
-        With --whole, each program computes and writes all documents.
+        With --whole, every contender computes and writes all documents.
 
         Args:
-            contender: The name of the program: "ours" for this tool, or the name of a way to use
-                transformers in competitors.py.
-
-        Returns:
-            The sampling: of how many successive batches one is computed, and of how many successive
-            computed documents one is written.
+            contender: The name of the contender: "ours" for this tool, or the name of an extraction
+                method of competitors.py.
         """
-        return EVERYTHING if self.parsed_flags.whole else SAMPLINGS[contender]
+        return ALL_DOCUMENTS if self.parsed_flags.whole else DOCUMENT_SELECTIONS[contender]
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Bench:
@@ -268,19 +264,22 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
     extraction_flags = [*bench.flags(), "--dtype", dtype]
     extraction_figures = extract(output, extraction_flags)
     compute_process = run([sys.executable, "-m", "benchmarks.compute_only", *extraction_flags])
-    compute_figures = compute_process.result
+    figures_of_computing = compute_process.result
     full_rows_tokens_per_second = (
-        compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
+        figures_of_computing["full_rows_tokens"] / figures_of_computing["full_rows_seconds"]
     )
     full_row_flops_per_token = bench.flops_per_token([bench.parsed_flags.max_seq_length])
     return {
         "tokens_per_second": extraction_figures["tokens"]
         / extraction_figures["extraction_seconds"],
-        "compute_tokens_per_second": compute_figures["tokens"] / compute_figures["seconds"],
+        "compute_tokens_per_second": figures_of_computing["tokens"]
+        / figures_of_computing["seconds"],
         "full_rows_tokens_per_second": full_rows_tokens_per_second,
         "full_rows_flops_per_second": full_rows_tokens_per_second * full_row_flops_per_token,
-        "steps": compute_figures["steps"],
-        "disturbed": max(extraction_figures["disturbed"], compute_process.disturbed_fraction),
+        "steps": figures_of_computing["steps"],
+        "disturbed": max(
+            extraction_figures["disturbed"], compute_process.cpu_fraction_of_other_processes
+        ),
         "bytes": extraction_figures["bytes"],
         "bytes_per_token": extraction_figures["bytes"] / extraction_figures["tokens"],
         "written_tokens": extraction_figures["tokens"],
@@ -293,13 +292,12 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
 
 
 def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures:
-    """Measures a way to use transformers: runs competitors.py in a separate process.
-
-    competitors.py contains several ways to compute and store activations with transformers.
+    """Measures a competitor, which uses transformers: runs competitors.py in a separate process.
 
     Args:
         bench: The inputs.
-        name: The name of the way in competitors.py.
+        name: The name of the competitor, which is the name of an extraction method of
+            competitors.py.
         dtype: The dtype of the model.
         output: The folder of the shards.
 
@@ -314,7 +312,7 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
             the fraction of processor time that other processes used meanwhile.
         versions: A dict: name of a package -> its version.
     """
-    sampling = bench.sampling(name)
+    document_selection = bench.document_selection(name)
     competitor_command = [
         str(bench.parsed_flags.competitors),
         str(ROOT / "benchmarks/competitors.py"),
@@ -329,9 +327,12 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         dtype,
     ]
     competitor_command += ["--token_ids", str(bench.folder / "token_ids.json")]
-    competitor_command += ["--every", str(sampling.batches_per_computed_batch)]
-    competitor_command += ["--written_every", str(sampling.documents_per_written_document)]
-    competitor_command += ["--hooks", *bench.hooks]
+    competitor_command += ["--every", str(document_selection.batches_per_computed_batch)]
+    competitor_command += [
+        "--written_every",
+        str(document_selection.documents_per_written_document),
+    ]
+    competitor_command += ["--hooks", *bench.hook_names]
     competitor_process = run(competitor_command)
     competitor_figures = competitor_process.result
     compute_seconds_per_token = competitor_figures["compute_seconds"] / competitor_figures["tokens"]
@@ -347,7 +348,7 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         "written_tokens": competitor_figures["written_tokens"],
         "peak_bytes": competitor_process.peak_bytes,
         "process_seconds": competitor_process.seconds,
-        "disturbed": competitor_process.disturbed_fraction,
+        "disturbed": competitor_process.cpu_fraction_of_other_processes,
         "versions": competitor_figures["versions"],
     }
 
@@ -355,7 +356,7 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
 def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
     """Runs every contender once for each round and dtype.
 
-    A contender is this tool or one of the ways to use transformers in competitors.py.
+    A contender is this tool or a competitor, which is an extraction method of competitors.py.
 
     Args:
         bench: The inputs.
@@ -368,7 +369,9 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
             activations differ from the first contender's by more than rounding explains.
     """
     agreement = Agreement(bench.documents)
-    figures_of_rounds: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
+    round_figures_by_contender_and_dtype: dict[str, dict[str, list[Figures]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     # float32 is measured first, because the experts that tokens are routed to in bfloat16 are
     # compared with the experts in float32.
     dtypes = sorted(bench.parsed_flags.dtypes, reverse=True)
@@ -388,7 +391,7 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
                     raise SystemExit(f"error: {error}") from error
                 figures_of_contender |= agreement_figures(comparison, bench.has_experts)
                 shutil.rmtree(output_folder)
-                figures_of_rounds[contender][dtype].append(figures_of_contender)
+                round_figures_by_contender_and_dtype[contender][dtype].append(figures_of_contender)
                 print(
                     f"round {round_number}: {contender} {dtype}: "
                     f"{figures_of_contender['tokens_per_second']:.0f} tokens/s, "
@@ -396,7 +399,7 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
                     f"other processes used {figures_of_contender['disturbed']:.0%} of the machine",
                     flush=True,
                 )
-    return figures_of_rounds
+    return round_figures_by_contender_and_dtype
 
 
 def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
@@ -434,18 +437,20 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
 def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
     """Summarises the figures of one contender in one dtype over all rounds.
 
-    A contender is this tool or a competitor, a way to use transformers.
+    A contender is either this tool or a competitor, which is an extraction method of
+    competitors.py.
 
     Args:
         bench: The inputs that all contenders share.
-        rounds: The figures of each round.
+        rounds: For each round, the figures of the contender: name of a figure -> figure.
         peak: The FLOP/s of the fastest matrix product in this dtype.
 
     Returns:
         A dict with these figures.
-        All figures that are numbers in the first round: Their medians over the rounds.
-        deviation, changed_experts, versions: Their values in the first round if these are None or a
-            dict, otherwise their medians.
+        The figures in `rounds` that are numbers: The median of each figure over the rounds.
+        deviation, changed_experts: None if they are not known. Otherwise they are numbers, so that
+            their medians are returned.
+        versions: Name of a package -> its version, for competitors. None for this tool.
         flops_per_second, compute_flops_per_second: FLOP/s of the extraction, and of computing
             alone.
         of_peak, compute_of_peak: FLOP/s of the extraction, and of computing alone, divided by
@@ -455,30 +460,33 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
         end_to_end_over_compute: The speed of the extraction, divided by the speed of computing.
         tokens_per_second_of_rounds: The speed of the extraction in each round.
     """
-    median_of_figure = {
+    median_by_figure_name = {
         figure_name: statistics.median(figures_of_round[figure_name] for figures_of_round in rounds)
         for figure_name, figure in rounds[0].items()
         if isinstance(figure, int | float)
     }
     flops_per_token = bench.flops_per_token([len(token_ids) for token_ids in bench.documents])
-    median_of_figure["flops_per_second"] = median_of_figure["tokens_per_second"] * flops_per_token
-    median_of_figure["compute_flops_per_second"] = (
-        median_of_figure["compute_tokens_per_second"] * flops_per_token
+    median_by_figure_name["flops_per_second"] = (
+        median_by_figure_name["tokens_per_second"] * flops_per_token
+    )
+    median_by_figure_name["compute_flops_per_second"] = (
+        median_by_figure_name["compute_tokens_per_second"] * flops_per_token
     )
     for figure_name in (
         "flops_per_second",
         "compute_flops_per_second",
         "full_rows_flops_per_second",
     ):
-        if figure_name in median_of_figure:
-            median_of_figure[figure_name.replace("flops_per_second", "of_peak")] = (
-                median_of_figure[figure_name] / peak
+        if figure_name in median_by_figure_name:
+            median_by_figure_name[figure_name.replace("flops_per_second", "of_peak")] = (
+                median_by_figure_name[figure_name] / peak
             )
-    median_of_figure["end_to_end_over_compute"] = (
-        median_of_figure["tokens_per_second"] / median_of_figure["compute_tokens_per_second"]
+    median_by_figure_name["end_to_end_over_compute"] = (
+        median_by_figure_name["tokens_per_second"]
+        / median_by_figure_name["compute_tokens_per_second"]
     )
     # These figures may be None or a dict, which have no median, so their values in the first round
-    # are returned. If a figure is a number, its median replaces this value below.
+    # are returned. If a figure is a number, its median replaces its value below.
     figures_of_first_round = {
         figure_name: rounds[0].get(figure_name)
         for figure_name in ("deviation", "changed_experts", "versions")
@@ -486,41 +494,52 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
     speeds_of_rounds = [figures_of_round["tokens_per_second"] for figures_of_round in rounds]
     return {
         **figures_of_first_round,
-        **median_of_figure,
+        **median_by_figure_name,
         "tokens_per_second_of_rounds": speeds_of_rounds,
     }
 
 
 def report(
     bench: Bench,
-    figures_of_rounds: dict[str, dict[str, list[Figures]]],
+    round_figures_by_contender_and_dtype: dict[str, dict[str, list[Figures]]],
     peaks: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """Prints the figures of all contenders for readers, and returns them as one JSON object.
+    """Prints a table of the figures of all contenders, and returns the figures as a dict for JSON.
 
     Args:
         bench: The inputs.
-        figures_of_rounds: Contender -> dtype -> the figures of each round.
+        round_figures_by_contender_and_dtype: Contender -> dtype -> the figures of each round.
         peaks: A dict of three dicts, each with dtype -> FLOP/s of the fastest matrix product. The
             dicts "before" and "after" were measured before and after the runs of the contenders,
             and "best" contains the larger value for each dtype.
+
+    Returns:
+        A dict with these keys.
+        versions: Name of a package that this tool uses -> its version.
+        asked: Name of a flag of this script -> value.
+        documents: A dict with "count" and "tokens", the numbers of documents and of their tokens,
+            and with "layers", the numbers of the extracted layers.
+        peak_flops_per_second: The argument `peaks`.
+        contenders: Contender -> dtype -> figures (see `summarise`), and, under the key "part", the
+            selection of the documents that the contender computed and wrote.
+        ours_over: Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
     """
     print(HEADER)
-    figures_by_contender_and_dtype: dict[str, dict[str, Figures]] = defaultdict(dict)
-    for contender, figures_of_rounds_of_dtype in figures_of_rounds.items():
-        sampling = bench.sampling(contender)
-        for dtype, figures_of_each_round in figures_of_rounds_of_dtype.items():
-            summarised_figures = summarise(bench, figures_of_each_round, peaks["best"][dtype])
-            figures_by_contender_and_dtype[contender][dtype] = {
+    summary_by_contender_and_dtype: dict[str, dict[str, Figures]] = defaultdict(dict)
+    for contender, round_figures_by_dtype in round_figures_by_contender_and_dtype.items():
+        document_selection = bench.document_selection(contender)
+        for dtype, figures_of_rounds in round_figures_by_dtype.items():
+            summarised_figures = summarise(bench, figures_of_rounds, peaks["best"][dtype])
+            summary_by_contender_and_dtype[contender][dtype] = {
                 **summarised_figures,
-                "part": sampling,
+                "part": document_selection,
             }
-            print(table_line(contender, dtype, summarised_figures, sampling))
+            print(table_line(contender, dtype, summarised_figures, document_selection))
     # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
     speed_ratio_by_competitor_and_dtype: dict[str, dict[str, float]] = defaultdict(dict)
-    for dtype, summarised_figures in figures_by_contender_and_dtype.get("ours", {}).items():
-        for competitor in figures_by_contender_and_dtype.keys() - {"ours"}:
-            competitor_tokens_per_second = figures_by_contender_and_dtype[competitor][dtype][
+    for dtype, summarised_figures in summary_by_contender_and_dtype.get("ours", {}).items():
+        for competitor in summary_by_contender_and_dtype.keys() - {"ours"}:
+            competitor_tokens_per_second = summary_by_contender_and_dtype[competitor][dtype][
                 "tokens_per_second"
             ]
             speed_ratio_by_competitor_and_dtype[competitor][dtype] = (
@@ -540,32 +559,36 @@ def report(
         ]
         print(f"ours / {competitor}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
-    value_of_flag = vars(bench.parsed_flags).copy()
+    value_by_flag_name = vars(bench.parsed_flags).copy()
     # --competitors is a path on this machine, which means nothing to readers of the result.
-    del value_of_flag["competitors"]
+    del value_by_flag_name["competitors"]
     package_names = ("jax", "jaxlib", "numpy", "isal")
     return {
         "versions": {package_name: version(package_name) for package_name in package_names},
-        "asked": value_of_flag,
+        "asked": value_by_flag_name,
         "documents": {
             "count": len(document_lengths),
             "tokens": sum(document_lengths),
             "layers": bench.layers,
         },
         "peak_flops_per_second": peaks,
-        "contenders": figures_by_contender_and_dtype,
+        "contenders": summary_by_contender_and_dtype,
         "ours_over": speed_ratio_by_competitor_and_dtype,
     }
 
 
-def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> str:
-    """Returns one line of the table.
+def table_line(
+    name: str, dtype: str, figures: Figures, document_selection: DocumentSelection
+) -> str:
+    """Returns the line of one contender in one dtype, for the table that `report` prints.
+
+    HEADER contains the names of the columns.
 
     Args:
         name: The name of the contender.
         dtype: The dtype of the contender's model.
         figures: The figures of the contender, as `summarise` returns them.
-        sampling: The selection of the documents that the contender computes and writes.
+        document_selection: The selection of the documents that the contender computes and writes.
     """
     end_to_end_tokens_per_second, compute_tokens_per_second = (
         figures["tokens_per_second"],
@@ -583,8 +606,8 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
         f" {figures['process_seconds']:6.0f} s {deviation_text:>10} {changed_experts_text:>8}"
-        f" {figures['disturbed']:9.0%}  1/{sampling.batches_per_computed_batch} computed,"
-        f" 1/{sampling.documents_per_written_document} of it written"
+        f" {figures['disturbed']:9.0%}  1/{document_selection.batches_per_computed_batch} computed,"
+        f" 1/{document_selection.documents_per_written_document} of it written"
     )
 
 
@@ -599,10 +622,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=SAMPLINGS,
-        default=list(SAMPLINGS),
+        choices=DOCUMENT_SELECTIONS,
+        default=list(DOCUMENT_SELECTIONS),
         metavar="NAME",
-        help=f"contenders to measure (default: {' '.join(SAMPLINGS)})",
+        help=f"contenders to measure (default: {' '.join(DOCUMENT_SELECTIONS)})",
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch_size", type=int, help="rows per step (default: the tool's)")
@@ -640,19 +663,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     with tempfile.TemporaryDirectory() as temporary_folder:
         bench = prepare(Path(temporary_folder), parsed_flags)
-        peak_flops_before_rounds = measure_peaks(parsed_flags)
-        figures_of_rounds = run_all(bench)
-        peak_flops_after_rounds = measure_peaks(parsed_flags)
-        best_peak_flops_of_dtype = {
-            dtype: max(peak_flops_before_rounds[dtype], peak_flops_after_rounds[dtype])
-            for dtype in peak_flops_before_rounds
+        peak_speed_by_dtype_before = measure_peaks(parsed_flags)
+        round_figures_by_contender_and_dtype = run_all(bench)
+        peak_speed_by_dtype_after = measure_peaks(parsed_flags)
+        best_peak_speed_by_dtype = {
+            dtype: max(peak_speed_by_dtype_before[dtype], peak_speed_by_dtype_after[dtype])
+            for dtype in peak_speed_by_dtype_before
         }
         measured_peaks = {
-            "before": peak_flops_before_rounds,
-            "after": peak_flops_after_rounds,
-            "best": best_peak_flops_of_dtype,
+            "before": peak_speed_by_dtype_before,
+            "after": peak_speed_by_dtype_after,
+            "best": best_peak_speed_by_dtype,
         }
-        report_content = report(bench, figures_of_rounds, measured_peaks)
+        report_content = report(bench, round_figures_by_contender_and_dtype, measured_peaks)
     print_result(report_content)
 
 

@@ -30,18 +30,19 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def add_hooks(model: Any, layers: Sequence[int], outputs: dict[int, torch.Tensor]) -> None:
+def add_hooks(model: Any, layers: Sequence[int], output_by_layer: dict[int, torch.Tensor]) -> None:
     """Adds hooks to a model that store the outputs of some layers in every forward pass.
 
     Args:
         model: The model of transformers.
         layers: The numbers of the layers.
-        outputs: The dict that receives the outputs: layer -> tensor (documents, tokens, width).
+        output_by_layer: The dict that receives the outputs: layer -> tensor (documents, tokens,
+            width).
     """
 
     def hook_of(layer: int) -> Callable[..., None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            outputs[layer] = output[0] if isinstance(output, tuple) else output
+            output_by_layer[layer] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
@@ -53,7 +54,7 @@ def add_hooks(model: Any, layers: Sequence[int], outputs: dict[int, torch.Tensor
 def tokens_per_second(
     model: Any,
     lengths_of_batches: Sequence[Sequence[int]],
-    outputs: dict[int, torch.Tensor],
+    output_by_layer: dict[int, torch.Tensor],
     host_memory: torch.Tensor,
     seconds: float,
 ) -> float:
@@ -65,7 +66,7 @@ def tokens_per_second(
     Args:
         model: The model, with hooks (see `add_hooks`).
         lengths_of_batches: For each batch, the lengths of its documents in tokens.
-        outputs: The dict in which the hooks store the outputs of layers.
+        output_by_layer: The dict in which the hooks store the outputs of layers.
         host_memory: Memory on the host for the copies of the outputs, (hooks, tokens, width).
         seconds: The time in seconds after which no further batch begins, except that at least two
             batches are computed.
@@ -86,7 +87,7 @@ def tokens_per_second(
             attention_mask=None if min(batch_lengths) == longest_length else attention_mask,
             use_cache=False,
         )
-        for hook_number, layer_output in enumerate(outputs.values()):
+        for hook_number, layer_output in enumerate(output_by_layer.values()):
             memory_of_hook = host_memory[hook_number, : len(batch_lengths) * longest_length]
             memory_of_hook.copy_(layer_output.flatten(0, 1), non_blocking=True)
 
@@ -119,10 +120,10 @@ def main() -> None:
     parsed_flags = parser.parse_args()
     with torch.device(DEVICE):
         model = AutoModel.from_pretrained(parsed_flags.model, dtype=torch.bfloat16).eval()
-    output_of_layer: dict[int, torch.Tensor] = {}
+    output_by_layer: dict[int, torch.Tensor] = {}
     model_config = model.config
     add_hooks(
-        model, evenly_spaced(parsed_flags.hooks, model_config.num_hidden_layers), output_of_layer
+        model, evenly_spaced(parsed_flags.hooks, model_config.num_hidden_layers), output_by_layer
     )
     host_memory_shape = (
         parsed_flags.hooks,
@@ -146,15 +147,15 @@ def main() -> None:
         # the time is over before all of them are computed.
         random.Random(0).shuffle(lengths_of_batches)
         speed_by_document_order[order_in_words] = tokens_per_second(
-            model, lengths_of_batches, output_of_layer, host_memory, parsed_flags.seconds
+            model, lengths_of_batches, output_by_layer, host_memory, parsed_flags.seconds
         )
     lengths_of_full_batch = [parsed_flags.length] * parsed_flags.rows
     speed_by_document_order["full rows"] = tokens_per_second(
-        model, [lengths_of_full_batch], output_of_layer, host_memory, parsed_flags.seconds
+        model, [lengths_of_full_batch], output_by_layer, host_memory, parsed_flags.seconds
     )
-    version_of_package = {package: version(package) for package in ("torch", "transformers")}
+    version_by_package = {package: version(package) for package in ("torch", "transformers")}
     print(
-        json.dumps({"tokens_per_second": speed_by_document_order, "versions": version_of_package})
+        json.dumps({"tokens_per_second": speed_by_document_order, "versions": version_by_package})
     )
 
 

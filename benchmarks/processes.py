@@ -71,15 +71,16 @@ class FinishedProcess:
             contains the seconds from the start of the process to the line, and the line.
         seconds: Seconds from the start of the process to its end.
         peak_bytes: Peak resident memory of the process in bytes.
-        disturbed_fraction: Fraction of the machine's processor time that other processes used while
-            this process ran. If it is more than a few percent, measured speeds mean little.
+        cpu_fraction_of_other_processes: Fraction of the machine's processor time that other
+            processes used while this process ran. If it is more than a few percent, measured speeds
+            mean little.
     """
 
     stdout: str
     timed_stderr_lines: list[tuple[float, str]]
     seconds: float
     peak_bytes: int
-    disturbed_fraction: float
+    cpu_fraction_of_other_processes: float
 
     @property
     def result(self) -> dict[str, Any]:
@@ -148,9 +149,15 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
     seconds_of_other_processes = max(
         0.0, _seconds_of_other_processes() - seconds_of_other_processes_before
     )
-    disturbed_fraction = seconds_of_other_processes / process_seconds / (os.cpu_count() or 1)
+    cpu_fraction_of_other_processes = (
+        seconds_of_other_processes / process_seconds / (os.cpu_count() or 1)
+    )
     return FinishedProcess(
-        stdout_text, timed_stderr_lines, process_seconds, peak_memory.peak_bytes, disturbed_fraction
+        stdout_text,
+        timed_stderr_lines,
+        process_seconds,
+        peak_memory.peak_bytes,
+        cpu_fraction_of_other_processes,
     )
 
 
@@ -191,7 +198,7 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
         compile_seconds: The seconds of compiling the step, as the log reports them.
         process_seconds: The seconds from the start of the process to its end.
         peak_bytes: See `FinishedProcess.peak_bytes`.
-        disturbed: See `FinishedProcess.disturbed_fraction`.
+        disturbed: See `FinishedProcess.cpu_fraction_of_other_processes`.
 
     Raises:
         SystemExit: If the extraction fails.
@@ -213,7 +220,7 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
         "extraction_seconds": run_metadata["written"] - first_commit["began"],
         "process_seconds": extraction_process.seconds,
         "peak_bytes": extraction_process.peak_bytes,
-        "disturbed": extraction_process.disturbed_fraction,
+        "disturbed": extraction_process.cpu_fraction_of_other_processes,
         "compile_seconds": float(compile_message.split("compiled in")[1].split()[0]),
         "first_batch_seconds": extraction_process.seconds_until(" step 1: "),
     }
