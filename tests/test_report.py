@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from activation_extraction import ActivationDataset, ActivationStorage
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report
-from activation_extraction.inspect.report_numbers import HookReport, read_sample
+from activation_extraction.inspect.report_numbers import HookReport, select_tokens
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.store.folder import Folder
 
@@ -44,15 +44,15 @@ def text_of(page):
 
 def test_the_numbers_are_those_that_numpy_gives(run):
     dataset = ActivationDataset(run)
-    sample = read_sample(dataset, list(dataset.hooks))
-    assert list(sample.position_ranges) == [0, 1, 2, 3, 4, 8]
+    selection = select_tokens(dataset, list(dataset.hooks))
+    assert list(selection.position_ranges) == [0, 1, 2, 3, 4, 8]
     for number, name in enumerate(HOOKS.values()):
-        found = HookReport(sample, number, name)
+        found = HookReport(selection, number, name)
         every = np.concatenate([one[name] for one in dataset]).astype(np.float64)
         norms = np.linalg.norm(every, axis=1)
         expected = np.quantile(norms, [0.01, 0.25, 0.5, 0.75, 0.99, 1])
         np.testing.assert_allclose(found.norm_quantiles, expected, rtol=1e-5)
-        assert found.largest_norm_tokens[0][0] == norms.argmax()
+        assert found.largest_tokens_and_counts[0][0] == norms.argmax()
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
         assert found.median_norm_by_position_range[4] == pytest.approx(np.median(fours), rel=1e-5)
 

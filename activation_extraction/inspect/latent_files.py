@@ -99,8 +99,10 @@ class DelphiFormat(ExportFormat):
         sample_lengths = dataset.samples["tokens"].to_numpy()
         # Index of each sample's first token among all tokens of the run.
         token_bounds_of_samples = np.cumsum([0, *sample_lengths])
-        read_token_count = 0  # number of all tokens that were read so far
-        row_token_count = 0  # number of tokens that were read so far and are in whole rows
+        num_read_tokens = 0  # number of tokens that were read so far
+        # Number of tokens that were read so far and are in rows that the files contain. Such rows
+        # are full of tokens.
+        num_tokens_in_whole_rows = 0
         # Name of a hook -> number of its values that are left out, because they are at most
         # SMALLEST_VALUE in magnitude.
         small_code_count_by_hook = dict.fromkeys(hooks, 0)
@@ -118,59 +120,62 @@ class DelphiFormat(ExportFormat):
                     folder / hook_name / file_name
                 )
         for token_batch in chunks:
-            token_indices_in_run = np.arange(read_token_count, read_token_count + len(token_batch))
+            token_indices_in_run = np.arange(num_read_tokens, num_read_tokens + len(token_batch))
             sample_index_of_token = (
                 np.searchsorted(token_bounds_of_samples, token_indices_in_run, "right") - 1
             )
-            is_in_whole_row = (
+            whole_row_mask = (
                 token_batch.position
                 < sample_lengths[sample_index_of_token] // self.tokens_per_row * self.tokens_per_row
             )
             # Only rows that are full of tokens are exported. For each token of the chunk, this is
             # the index among all of the run's tokens in such rows. The numbers of other tokens have
             # no meaning, and are not used.
-            indices_in_whole_rows = row_token_count + np.cumsum(is_in_whole_row) - 1
-            token_ids_of_chunks.append(token_batch.token_ids[is_in_whole_row])
+            indices_in_whole_rows = num_tokens_in_whole_rows + np.cumsum(whole_row_mask) - 1
+            token_ids_of_chunks.append(token_batch.token_ids[whole_row_mask])
             for hook_name, hook_codes in token_batch.items():
                 token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
-                is_small_value = np.abs(hook_codes.data) <= SMALLEST_VALUE
+                small_value_mask = np.abs(hook_codes.data) <= SMALLEST_VALUE
                 small_code_count_by_hook[hook_name] += int(
-                    np.count_nonzero(is_in_whole_row[token_of_value] & is_small_value)
+                    np.count_nonzero(whole_row_mask[token_of_value] & small_value_mask)
                 )
-                is_kept_value = is_in_whole_row[token_of_value] & ~is_small_value
-                token_index_of_value = indices_in_whole_rows[token_of_value[is_kept_value]]
+                kept_value_mask = whole_row_mask[token_of_value] & ~small_value_mask
+                token_index_of_value = indices_in_whole_rows[token_of_value[kept_value_mask]]
                 row_of_value, position_in_row = np.divmod(token_index_of_value, self.tokens_per_row)
                 columns_of_entries = [
                     row_of_value,
                     position_in_row,
-                    hook_codes.indices[is_kept_value],
-                    hook_codes.data[is_kept_value],
+                    hook_codes.indices[kept_value_mask],
+                    hook_codes.data[kept_value_mask],
                 ]
                 value_entries = np.rec.fromarrays(columns_of_entries, dtype=ENTRY)
                 path_by_feature_range = path_by_range_by_hook_name[hook_name]
                 for (first_feature, stop_feature), file_path in path_by_feature_range.items():
                     feature_of_value = value_entries["latent"]
-                    is_in_file = (feature_of_value >= first_feature) & (
+                    values_in_file_mask = (feature_of_value >= first_feature) & (
                         feature_of_value < stop_feature
                     )
                     with open(file_path, "ab") as codes_file:
-                        value_entries[is_in_file].tofile(codes_file)
-            read_token_count += len(token_batch)
-            row_token_count += int(is_in_whole_row.sum())
+                        value_entries[values_in_file_mask].tofile(codes_file)
+            num_read_tokens += len(token_batch)
+            num_tokens_in_whole_rows += int(whole_row_mask.sum())
         token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.tokens_per_row)
         for hook_name in hooks:
             for (first_feature, _), file_path in path_by_range_by_hook_name[hook_name].items():
-                sorted_entries = np.fromfile(file_path, ENTRY)
-                sorted_entries = sorted_entries[np.argsort(sorted_entries["latent"], kind="stable")]
-                sorted_entries["latent"] -= first_feature
+                entries_of_file = np.fromfile(file_path, ENTRY)
+                # From here on, the entries are sorted by feature.
+                entries_of_file = entries_of_file[
+                    np.argsort(entries_of_file["latent"], kind="stable")
+                ]
+                entries_of_file["latent"] -= first_feature
                 location_columns = [
-                    sorted_entries["row"],
-                    sorted_entries["position"],
-                    sorted_entries["latent"],
+                    entries_of_file["row"],
+                    entries_of_file["position"],
+                    entries_of_file["latent"],
                 ]
                 tensors_of_file = {
                     "locations": np.stack(location_columns, axis=1),
-                    "activations": sorted_entries["value"].copy(),
+                    "activations": entries_of_file["value"].copy(),
                     "tokens": token_ids_of_rows,
                 }
                 file_path.write_bytes(save(tensors_of_file))

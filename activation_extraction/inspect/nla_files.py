@@ -188,7 +188,7 @@ class NlaFormat(ExportFormat):
                 doc_ids_and_rows = zip(
                     token_batch.columns["doc_id"], token_batch.columns["row"], strict=True
                 )
-                column_values = {
+                values_by_column = {
                     "n_raw_tokens": token_batch.position.astype(np.int64) + 1,
                     "detokenized_text_truncated": token_batch.columns[TEXT_COLUMN],
                     "activation_vector": pyarrow.FixedSizeListArray.from_arrays(
@@ -200,7 +200,7 @@ class NlaFormat(ExportFormat):
                         for doc_id, row_position in doc_ids_and_rows
                     ],
                 }
-                parquet_writer.write_table(pyarrow.table(column_values, arrow_schema))
+                parquet_writer.write_table(pyarrow.table(values_by_column, arrow_schema))
                 written_row_count += len(token_batch)
         yaml_text = yaml.safe_dump(
             _description(dataset, hook_name, written_row_count), sort_keys=False

@@ -104,13 +104,12 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         RunError: If a shard is damaged or cannot be read.
     """
     try:
-        hook_values_by_name = dataset.shards.hooks
         hook_names = [
             hook_name
-            for hook_name, hook_values in hook_values_by_name.items()
-            if hook_values.are_activations
+            for hook_name, hook_description in dataset.shards.hooks.items()
+            if hook_description.are_activations
         ]
-        token_sample = report_numbers.read_sample(dataset, hook_names)
+        token_selection = report_numbers.select_tokens(dataset, hook_names)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
@@ -123,7 +122,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         decoding_problem = str(error)
     hook_reports = []
     for hook_index, hook_name in enumerate(hook_names):
-        hook_reports.append(report_numbers.HookReport(token_sample, hook_index, hook_name))
+        hook_reports.append(report_numbers.HookReport(token_selection, hook_index, hook_name))
     statistics_by_hook = totals_of_hosts(log_by_folder).statistics
     warning_lines = [
         f"Warning: {warning_line}" for warning_line in code_warnings(statistics_by_hook)
@@ -132,7 +131,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         dataset=dataset,
         identity=dataset.identity,
         hosts=host_states(log_by_folder),
-        sample=token_sample,
+        selection=token_selection,
         hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer)),
         decode=decode_token,
         undecoded=decoding_problem,

@@ -119,15 +119,15 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], range_starts: Seq
 
 
 @_image
-def document_lengths(axes: Axes, lengths: Sequence[int], axis_end: int, mean_length: float) -> None:
-    """Draws a histogram of the lengths of documents.
+def sample_lengths(axes: Axes, lengths: Sequence[int], axis_end: int, mean_length: float) -> None:
+    """Draws a histogram of the lengths of samples. The labels call the samples documents.
 
     Args:
         axes: The axes to draw on.
-        lengths: The number of tokens of each sampled document.
-        axis_end: The right end of the axis: the number of tokens of a row, or the length of the
-            longest document if that is larger.
-        mean_length: The mean length over the whole run, drawn as a line.
+        lengths: The number of tokens of each sample that was selected for the report.
+        axis_end: The right end of the axis: the number of tokens of a row of a batch, or the length
+            of the longest sample if that is larger.
+        mean_length: The mean length of all samples of the run, drawn as a line.
     """
     axes.hist(
         lengths, min(max(len(lengths) // 5, 8), 40), range=(0, axis_end), color=BLUE, alpha=0.75

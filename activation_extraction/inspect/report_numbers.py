@@ -1,9 +1,9 @@
 """Computes the numbers of a report, from some of the stored tokens and the times of the shards.
 
-Tokens are read from shards that are spread over the whole run. Their number is limited, so that
-reports of large and small runs take about the same time and memory. report.jinja shows the numbers.
-Here and in the report, a document is a sample of the run, and the sample (`TokenSample`) is the
-selection of tokens that are read.
+The numbers are based on a selection of tokens (`TokenSelection`), which is read from shards that
+are spread over the whole run. The number of selected tokens is limited, so that reports of large
+and small runs take about the same time and memory. report.jinja makes a page of the numbers. The
+page calls the samples of the run documents, and calls the selection of tokens the sample.
 """
 
 import re
@@ -27,40 +27,45 @@ MIN_TOKENS = 1000  # number of tokens to read even if they exceed READ_BYTES, as
 MAX_TOKENS = 200_000  # largest number of tokens to read, even if READ_BYTES allows more
 # The number of shards to read is limited by SHARD_BYTES and SHARDS, because a shard in the pickle
 # format is read completely.
-SHARD_BYTES = 8e9  # approximate largest number of decompressed bytes of the shards to read
+SHARD_BYTES = 8e9  # approximate largest total of decompressed bytes in the shards that are read
 SHARDS = 128  # largest number of shards from which a report reads tokens
 MAX_NORM = 1e16  # a token with a larger norm is taken as damaged
 
-# An outlier exceeds this multiple of the median over the tokens or the dimensions of a hook.
+# A token is an outlier if its norm exceeds this multiple of the median norm of all selected tokens
+# at the hook. A dimension is an outlier if its root mean square exceeds this multiple of the median
+# root mean square of all dimensions of the hook.
 OUTLIER = 10.0
 LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99, 1.0)  # probabilities of the quantiles of norms
 MEDIAN = 2  # index of the median in LEVELS
 OTHER = "other hooks"  # kind of the hooks whose names contain no layer
-LARGEST = 200  # number of tokens with the largest norms that `largest_tokens` groups
+# Number of tokens with the largest norms at a hook among which `largest_tokens` looks for similar
+# tokens.
+LARGEST = 200
 BINS = 120  # largest number of bins in the chart of the throughput
-# Approximate smallest mean number of shards in a bin. Several shards are needed, because shards are
-# often committed at the same time.
+# The chart has so few bins that the host with the most shards has at least this number of shards
+# per bin, on average over the bins. If the host has fewer shards, there is a single bin. With fewer
+# shards per bin, the chart would jump, because shards are often committed at the same time.
 SHARDS_PER_BIN = 4
 
 
 @dataclass(frozen=True)
-class TokenSample:
-    """The tokens that were read, in stored order, and their documents.
+class TokenSelection:
+    """The tokens on which a report is based, in stored order, and their samples.
 
     Attributes:
-        documents: The documents of the tokens. Each is a sample of the run.
-        document_indices: The index in `documents` of each token's document, int64 (tokens,).
+        samples: The samples of the run that contain the tokens.
+        sample_indices: The index in `samples` of each token's sample, int64 (tokens,).
         token_ids: The token ids, int32 (tokens,).
-        positions: The position of each token in its document, from 0, int32 (tokens,).
+        positions: The position of each token in its sample, from 0, int32 (tokens,).
         norms_by_hook: The Euclidean norms of the tokens' activations, float64 (tokens,), by the
             name of the hook.
         sums_by_hook: The sums from which the statistics of these tokens are computed, by the name
             of the hook.
-        shard_count: The number of shards that were read.
+        shard_count: The number of shards from which the tokens were read.
     """
 
-    documents: Sequence[StoredSample]
-    document_indices: np.ndarray
+    samples: Sequence[StoredSample]
+    sample_indices: np.ndarray
     token_ids: np.ndarray
     positions: np.ndarray
     norms_by_hook: Mapping[str, np.ndarray]
@@ -88,37 +93,38 @@ class TokenSample:
         }
 
     def around(self, token_index: int, max_neighbours: int) -> slice:
-        """Returns the range of indices of a token and its neighbours in the same document.
+        """Returns the range of indices of a token and its neighbours in the same sample.
 
         Args:
             token_index: The index of the token in `token_ids`.
             max_neighbours: The largest number of neighbours on each side. There are fewer near the
-                ends of the document. Neighbours beyond a token that is not stored are left out.
+                ends of the sample. Neighbours beyond a token that is not stored are left out.
         """
         start_token_index = max(token_index - max_neighbours, 0)
         stop_token_index = min(token_index + max_neighbours + 1, len(self.positions))
         # The difference between position and index is equal for two tokens if no token is missing
-        # between them. Tokens of one document with an equal difference form a stretch.
+        # between them. Tokens of one sample with an equal difference form a stretch.
         position_minus_index = self.positions[start_token_index:stop_token_index] - np.arange(
             start_token_index, stop_token_index
         )
-        is_in_same_stretch = (
+        same_stretch_mask = (
             position_minus_index == position_minus_index[token_index - start_token_index]
         )
-        is_in_same_stretch &= (
-            self.document_indices[start_token_index:stop_token_index]
-            == self.document_indices[token_index]
+        same_stretch_mask &= (
+            self.sample_indices[start_token_index:stop_token_index]
+            == self.sample_indices[token_index]
         )
         return slice(
-            start_token_index + int(is_in_same_stretch.argmax()),
-            stop_token_index - int(is_in_same_stretch[::-1].argmax()),
+            start_token_index + int(same_stretch_mask.argmax()),
+            stop_token_index - int(same_stretch_mask[::-1].argmax()),
         )
 
 
-def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample:
-    """Reads consecutive documents from shards that are spread over the whole run.
+def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSelection:
+    """Reads the tokens of some samples from shards that are spread over the whole run.
 
-    The choice is random, but is the same in every report on the same run.
+    From each chosen shard, consecutive samples are read. The choice is random, but is the same in
+    every report on the same run.
 
     Args:
         dataset: The run, which has tokens.
@@ -126,7 +132,7 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
 
     Raises:
         OSError: If a shard cannot be read, or contains activations that are NaN or huge.
-        ValueError: If the chosen documents contain no tokens.
+        ValueError: If the chosen samples contain no tokens.
     """
     bytes_per_token = max(dataset.shards.row_bytes(hooks), 1)
     num_tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
@@ -134,32 +140,28 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     mean_shard_bytes = max(sum(commit.unpacked for commit in shard_commits) / len(shard_commits), 1)
     shard_count = min(int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(shard_commits))
     shard_indices = np.linspace(0, len(shard_commits) - 1, shard_count, dtype=int).tolist()
-    documents_per_shard = max(
+    samples_per_shard = max(
         num_tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
     )
-    first_document_index_of_shard = np.cumsum([0, *(commit.count for commit in shard_commits)])
-    is_chosen_document = np.zeros(len(dataset), bool)
-    chosen_documents: list[StoredSample] = []
+    first_sample_index_of_shard = np.cumsum([0, *(commit.count for commit in shard_commits)])
+    chosen_sample_mask = np.zeros(len(dataset), bool)
+    chosen_samples: list[StoredSample] = []  # without samples that have no stored tokens
     for shard_index in shard_indices:
-        max_first_index_in_shard = max(shard_commits[shard_index].count - documents_per_shard, 0)
+        max_first_index_in_shard = max(shard_commits[shard_index].count - samples_per_shard, 0)
         first_index_in_shard = int(
             np.random.default_rng(shard_index).integers(max_first_index_in_shard + 1)
         )
-        first_chosen_document_index = (
-            first_document_index_of_shard[shard_index] + first_index_in_shard
+        first_chosen_sample_index = first_sample_index_of_shard[shard_index] + first_index_in_shard
+        stop_sample_index = min(
+            first_chosen_sample_index + samples_per_shard,
+            first_sample_index_of_shard[shard_index + 1],
         )
-        stop_document_index = min(
-            first_chosen_document_index + documents_per_shard,
-            first_document_index_of_shard[shard_index + 1],
+        chosen_sample_mask[first_chosen_sample_index:stop_sample_index] = True
+        sample_table = dataset.shards.sample_table(shard_index).slice(
+            first_index_in_shard, samples_per_shard
         )
-        is_chosen_document[first_chosen_document_index:stop_document_index] = True
-        document_table = dataset.shards.sample_table(shard_index).slice(
-            first_index_in_shard, documents_per_shard
-        )
-        chosen_documents += [
-            stored_sample
-            for stored_sample in stored_samples(document_table)
-            if stored_sample.tokens
+        chosen_samples += [
+            stored_sample for stored_sample in stored_samples(sample_table) if stored_sample.tokens
         ]
     tokens_per_batch = int(np.clip(BATCH_BYTES // bytes_per_token, 1, num_tokens_to_read))
     norms_by_hook: dict[str, list[np.ndarray]] = {hook_name: [] for hook_name in hooks}
@@ -168,13 +170,13 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     token_ids_of_batches: list[np.ndarray] = []
     positions_of_batches: list[np.ndarray] = []
     token_batches = dataset.batches(
-        tokens_per_batch, hooks, buffer=4 * tokens_per_batch, where=is_chosen_document
+        tokens_per_batch, hooks, buffer=4 * tokens_per_batch, where=chosen_sample_mask
     )
     for token_batch in tqdm(token_batches, "reading", unit=" batches", disable=None):
-        for hook_name, hook_values in token_batch.items():
-            token_norms = np.linalg.norm(hook_values.astype(np.float64), axis=1)
-            is_damaged_token = ~(token_norms < MAX_NORM)  # this condition is also true for NaN
-            damaged_sample_numbers = token_batch.sample_idx[is_damaged_token]
+        for hook_name, activations in token_batch.items():
+            token_norms = np.linalg.norm(activations.astype(np.float64), axis=1)
+            damaged_token_mask = ~(token_norms < MAX_NORM)  # this condition is also true for NaN
+            damaged_sample_numbers = token_batch.sample_idx[damaged_token_mask]
             if len(damaged_sample_numbers):
                 raise OSError(
                     f"{dataset.url}: sample {damaged_sample_numbers[0]}, {hook_name}: NaN or huge "
@@ -182,7 +184,7 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
                 )
             norms_by_hook[hook_name].append(token_norms)
             batch_sums = sums_of(
-                hook_values.__getitem__, hook_values.shape[1], token_batch.position
+                activations.__getitem__, activations.shape[1], token_batch.position
             )
             sums_by_hook[hook_name] = sums_by_hook[hook_name].merge(batch_sums)
         sample_numbers_of_batches.append(token_batch.sample_idx)
@@ -190,13 +192,14 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
         positions_of_batches.append(token_batch.position)
     if not sample_numbers_of_batches:
         raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")
-    is_document_start = (
+    # Whether each token begins another sample than the previous token. False for the first token.
+    next_sample_mask = (
         np.diff(np.concatenate(sample_numbers_of_batches), prepend=sample_numbers_of_batches[0][0])
         != 0
     )
-    return TokenSample(
-        documents=chosen_documents,
-        document_indices=np.cumsum(is_document_start),
+    return TokenSelection(
+        samples=chosen_samples,
+        sample_indices=np.cumsum(next_sample_mask),
         token_ids=np.concatenate(token_ids_of_batches),
         positions=np.concatenate(positions_of_batches),
         norms_by_hook={
@@ -211,51 +214,52 @@ class HookReport:
     """The numbers of one hook in the report.
 
     Args:
-        sample: The tokens that were read for the report, with the norms of their activations and
+        selection: The tokens on which the report is based, with the norms of their activations and
             the sums for statistics, at all hooks.
         hook_number: The number of the hook in stored order, from 0.
         hook_name: The name of the hook.
 
     Attributes:
         name: The name of the hook.
-        kind: The name without the layer, by which the charts group hooks. OTHER if the name
-            contains no layer.
+        kind: The name without the layer. The charts show the hooks of one kind together. OTHER if
+            the name contains no layer.
         layer: The number of the layer. `hook_number` if the kind is OTHER.
-        norms: The quantiles of the norms: the 1 %, 25 %, 50 %, 75 % and 99 % quantiles and the
+        norm_quantiles: The 1 %, 25 %, 50 %, 75 % and 99 % quantiles of the tokens' norms, and the
             largest norm (see LEVELS), float64 (6,).
-        median_norm_by_position_range: The median norm in each range of `sample.position_ranges`,
+        median_norm_by_position_range: The median norm in each range of `selection.position_ranges`,
             float64 (ranges,).
-        is_outlier_token: Whether the norm of each token is an outlier, bool (tokens,).
-        largest_norm_tokens: The tokens with the largest norms, in groups of tokens with the same
-            token id (see `largest_tokens`). A tuple contains the index of the group's token with
-            the largest norm, and the number of tokens in the group.
-        outlier_dimensions: The dimensions whose root mean square is an outlier, the largest first.
-            A tuple contains the number of the dimension, from 0, and its root mean square as a
-            multiple of the median over all dimensions. First tokens of documents are not counted if
-            there are other tokens.
+        outlier_token_mask: Whether the norm of each token is an outlier (see OUTLIER), bool
+            (tokens,).
+        largest_tokens_and_counts: A list of tuples, which `largest_tokens` returns. Each contains
+            the index of a token with one of the largest norms, and the number of similar tokens.
+        outlier_dimensions_and_ratios: A list with a tuple for each dimension whose root mean square
+            is an outlier (see OUTLIER), the largest first. The tuple contains the number of the
+            dimension, from 0, and its root mean square as a multiple of the median over all
+            dimensions. First tokens of samples are not counted if there are other tokens.
     """
 
-    def __init__(self, sample: TokenSample, hook_number: int, hook_name: str) -> None:
-        hook_norms = sample.norms_by_hook[hook_name]
-        sampled_statistics = HookStatistics(load=lambda: sample.sums_by_hook[hook_name])
+    def __init__(self, selection: TokenSelection, hook_number: int, hook_name: str) -> None:
+        hook_norms = selection.norms_by_hook[hook_name]
+        statistics_of_selection = HookStatistics(load=lambda: selection.sums_by_hook[hook_name])
         layer_match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", hook_name)
         self.name = hook_name
         if layer_match:
             self.kind, self.layer = layer_match[2], int(layer_match[1])
         else:
-            # The charts order hooks of a kind by `layer`. Here it is the number of the hook.
+            # The charts order the hooks of a kind by `layer`. Hooks of the kind OTHER have no
+            # layer, so the charts order them by the number of the hook.
             self.kind, self.layer = OTHER, hook_number
         self.norm_quantiles = np.quantile(hook_norms, LEVELS)
         median_norms = [
             np.median(hook_norms[token_indices])
-            for token_indices in sample.position_ranges.values()
+            for token_indices in selection.position_ranges.values()
         ]
         self.median_norm_by_position_range = np.array(median_norms)
-        self.is_outlier_token = hook_norms > OUTLIER * self.norm_quantiles[MEDIAN]
-        self.largest_norm_tokens = largest_tokens(sample, hook_norms)
-        statistics_per_dimension = sampled_statistics.without_first_token
+        self.outlier_token_mask = hook_norms > OUTLIER * self.norm_quantiles[MEDIAN]
+        self.largest_tokens_and_counts = largest_tokens(selection, hook_norms)
+        statistics_per_dimension = statistics_of_selection.without_first_token
         if not statistics_per_dimension.tokens:
-            statistics_per_dimension = sampled_statistics.all_tokens
+            statistics_per_dimension = statistics_of_selection.all_tokens
         rms_of_dimensions = np.sqrt(
             statistics_per_dimension.variance + statistics_per_dimension.mean**2
         )
@@ -263,44 +267,48 @@ class HookReport:
         # are set to zero, so that no dimension is an outlier.
         rms_ratios = rms_of_dimensions / (np.median(rms_of_dimensions) or np.inf)
         dimensions_by_descending_ratio = np.argsort(-rms_ratios).tolist()
-        self.outlier_dimensions = [
+        self.outlier_dimensions_and_ratios = [
             (dimension, rms_ratios[dimension])
             for dimension in dimensions_by_descending_ratio
             if rms_ratios[dimension] > OUTLIER
         ]
 
 
-def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, int]]:
-    """Groups the tokens with the largest norms, so that the report shows similar tokens once.
+def largest_tokens(selection: TokenSelection, norms: np.ndarray) -> list[tuple[int, int]]:
+    """Finds the tokens with the largest norms, and counts similar tokens together.
 
-    The tokens of a group have the same token id, and all or none of them are at position 0. Only
-    the LARGEST tokens with the largest norms are grouped.
+    Two tokens are similar if they have the same token id, and both or neither of them are at
+    position 0. Only the LARGEST tokens with the largest norms are considered. The report shows
+    similar tokens once.
 
     Args:
-        sample: The tokens on which the report is based.
+        selection: The tokens on which the report is based.
         norms: The norms of the tokens' activations at a hook, (tokens,).
 
     Returns:
-        A tuple for each group, in descending order of the largest norm. It contains the index of
-        the group's token with the largest norm, and the number of tokens in the group.
+        A tuple for each set of similar tokens, in descending order of the largest norm in the set.
+        It contains the index of the token with this norm, and the number of tokens in the set.
     """
     indices_of_largest_norms = np.argsort(-norms, kind="stable")[:LARGEST]
-    is_first_token = sample.positions[indices_of_largest_norms] == 0
-    # A column for each token: its id, and 1 if it is the first token of a sample. Tokens with equal
-    # columns are counted together.
-    ids_and_first_flags = np.stack([sample.token_ids[indices_of_largest_norms], is_first_token])
-    # A norm rank is an index in `indices_of_largest_norms`: 0 for the token with the largest norm.
-    _, smallest_norm_rank_of_groups, token_count_of_groups = np.unique(
-        ids_and_first_flags, axis=1, return_index=True, return_counts=True
+    first_token_mask = selection.positions[indices_of_largest_norms] == 0
+    # A column for each token: its id, and 1 if it is the first token of a sample, otherwise 0.
+    # Tokens with equal columns are similar.
+    token_ids_over_first_token_mask = np.stack(
+        [selection.token_ids[indices_of_largest_norms], first_token_mask]
     )
-    token_indices_and_group_token_counts = []
-    for smallest_norm_rank, group_token_count in sorted(
-        zip(smallest_norm_rank_of_groups, token_count_of_groups, strict=True)
+    # The rank of a token is its index in `indices_of_largest_norms`, 0 for the largest norm.
+    # `np.unique` returns the first rank among similar tokens, which belongs to their largest norm.
+    _, ranks_of_largest_norms, similar_token_counts = np.unique(
+        token_ids_over_first_token_mask, axis=1, return_index=True, return_counts=True
+    )
+    token_indices_and_counts = []
+    for rank_of_largest_norm, similar_token_count in sorted(
+        zip(ranks_of_largest_norms, similar_token_counts, strict=True)
     ):
-        token_indices_and_group_token_counts.append(
-            (int(indices_of_largest_norms[smallest_norm_rank]), int(group_token_count))
+        token_indices_and_counts.append(
+            (int(indices_of_largest_norms[rank_of_largest_norm]), int(similar_token_count))
         )
-    return token_indices_and_group_token_counts
+    return token_indices_and_counts
 
 
 def throughput(
@@ -336,11 +344,11 @@ def throughput(
         for cumulative_seconds_and_tokens in cumulative_seconds_and_tokens_of_hosts
     )
     bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
-    seconds_of_longest_host = max(
+    seconds_of_slowest_host = max(
         seconds_until_shard_ends[-1]
         for seconds_until_shard_ends, _ in cumulative_seconds_and_tokens_of_hosts
     )
-    bin_edges = np.linspace(0, seconds_of_longest_host, bin_count + 1)
+    bin_edges = np.linspace(0, seconds_of_slowest_host, bin_count + 1)
     token_counts_until_bin_edges = np.zeros(bin_count + 1)
     for seconds_until_shard_ends, tokens_until_shard_ends in cumulative_seconds_and_tokens_of_hosts:
         token_counts_until_bin_edges += np.interp(

@@ -39,6 +39,9 @@ PROBLEM_STATES = {"damaged", "silent", "failed"}
 class HostState:
     """The state of one host of a run. Times are in seconds since 1970 (Unix time).
 
+    The names of the fields are keys in the output of --status --json and in
+    aggregated_metadata.json, so renaming a field would break programs that read this JSON.
+
     Attributes:
         name: The name of the host's folder; "" for the output itself.
         machine: The number of the machine.
@@ -51,19 +54,21 @@ class HostState:
         tokens: The number of stored tokens.
         bytes: The size of the activation files in bytes.
         last_commit: The time at which the last shard was committed. None if there is no shard.
-        last_sign: The time of the last write to metadata.json or of the last commit. None if
-            metadata.json cannot be read.
+        last_sign: The time of the host's last sign of life: the last write to metadata.json or the
+            last commit, whichever is later. None if metadata.json cannot be read.
         tokens_per_second: The speed over the last RECENT_SHARDS shards, without pauses between
             processes. None if it is unknown.
         utilisation: The FLOP/s that the model computes, as a fraction of the devices' peak FLOP/s.
             It is from metrics.jsonl. None if it is unknown.
         waited: The seconds for which computing waited because the memory for shards was full. The
-            keys are phases of storing a shard (`store.shard_queue.PHASES`): the seconds count for
-            the phase in which the oldest shard was during the wait.
+            keys are the phases of storing a shard (`store.shard_queue.PHASES`). The seconds of a
+            wait are added to the phase in which the oldest shard was during the wait.
         expected_end: The time at which the host will reach its --max_samples or --max_tokens at its
             present speed. None if the time is unknown.
-        share: The stored fraction of --max_samples or of --max_tokens, whichever is larger. None
-            without these limits.
+        share: The progress of the host as a fraction: the number of stored samples divided by
+            --max_samples, or the number of stored tokens divided by --max_tokens, whichever is
+            larger. 1 if the host is complete. None without these limits. The name has nothing to do
+            with the share of the data that the host reads.
     """
 
     name: str
@@ -228,8 +233,9 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
     """Yields the seconds that each shard of a host took, in the order of the commits.
 
     The time of a shard starts at the previous commit of the same process. The time of the first
-    shard of a process starts when the process starts. So pauses between processes do not count, and
-    the time of a --repair does not count for shards of other processes.
+    shard of a process starts when the process starts. So the time between two processes belongs to
+    no shard. If a process with --repair replaces a shard, the time that this takes belongs only to
+    the new shard, not to the shards that an earlier process committed before and after it.
 
     Args:
         commits: The commits of the shards of a host, in any order.
@@ -293,7 +299,7 @@ def _state(
 
 
 def totals_of_hosts(log_by_folder: Mapping[str, RunLog]) -> Totals:
-    """Returns the totals over all hosts.
+    """Returns the counts and the statistics of the shards of all hosts together.
 
     Args:
         log_by_folder: The run log of each folder, by the folder's name.
@@ -371,9 +377,9 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
     """Returns the state of the whole run, for the last row of the table of hosts.
 
     The counts and the speed are sums over the hosts. `expected_end` is the latest of all running
-    hosts; None if it is unknown for one of them. `share`, the stored fraction of the limit, is the
-    mean over all hosts, where a host that has not started counts as 0; None if it is None for a
-    host that has started.
+    hosts; None if it is unknown for one of them. `share`, the progress as a fraction of
+    --max_samples or --max_tokens, is the mean over all hosts, where a host that has not started
+    counts as 0; None if it is None for a host that has started.
 
     Args:
         hosts: The states of all hosts.
