@@ -17,7 +17,7 @@ from storages import open_storage
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect import verify as verify_module
-from activation_extraction.store.chosen_samples import Recompute
+from activation_extraction.store.chosen_samples import Recomputer
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import DamagedError, unseal
@@ -260,7 +260,7 @@ def test_a_value_that_is_nan_only_here_or_there_is_a_problem(tmp_path, capsys):
     ):
         again = {name: values.copy() for name, values in stored.items()}
         again[hook][token] = value
-        recompute = Recompute("cpu", lambda _, again=again: [again])
+        recompute = Recomputer("cpu", lambda _, again=again: [again])
         assert verify_module.verify(Folder(str(tmp_path)), lambda _, r=recompute: r, 1) == problems
         out = capsys.readouterr().out
         assert "1 sample recomputed" in out

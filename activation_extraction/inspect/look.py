@@ -16,7 +16,7 @@ from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import verify
 from activation_extraction.inspect.verify_states import LoadStates, verify_hidden_states
-from activation_extraction.store.chosen_samples import Recompute
+from activation_extraction.store.chosen_samples import Recomputer
 from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError, local_path
 from activation_extraction.store.run_folders import host_folders
 from activation_extraction.store.run_log import own_files
@@ -28,7 +28,7 @@ STATUS_PATIENCE = 20.0
 
 def look(
     config: Config,
-    load_model: Callable[[dict[str, Any]], Recompute] | None = None,
+    load_model: Callable[[dict[str, Any]], Recomputer] | None = None,
     load_text: LoadText | None = None,
     load_states: LoadStates | None = None,
 ) -> int:
@@ -37,11 +37,11 @@ def look(
     Args:
         config: The configuration, in which one of the four flags is set.
         load_model: A function that takes the content of metadata.json, loads the model for
-            --verify, and returns a `Recompute`. None to recompute no samples.
+            --verify, and returns a `Recomputer`. None to recompute no samples.
         load_text: A function that takes the content of metadata.json, loads the text for --export,
             and returns a `RunText`. None if the flag needs no text.
         load_states: A function that takes token ids and a width, prepares the model for hidden
-            states of another program, and returns a `RecomputeStates`. None if the flags name no
+            states of another program, and returns a `StatesRecomputer`. None if the flags name no
             model.
 
     Returns:

@@ -89,8 +89,8 @@ def _token_ids(
         root: The folder with the output of all hosts.
         log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
-        run_text: The functions for the run's text. `run_text.reread_samples` reads all token ids
-            again. It is None if the run stores all token ids.
+        run_text: The functions for the run's text. `run_text.read_samples_again` reads all token
+            ids again. It is None if the run stores all token ids.
 
     Yields:
         A tuple of the number of the sample and its token ids, int32 (tokens,). For samples of which
@@ -104,10 +104,10 @@ def _token_ids(
         host_folder, run_log = root.child(folder_name), log_by_folder[folder_name]
         stored_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
         token_ids_or_messages: Sequence[np.ndarray | str]
-        if run_text.reread_samples is None:
+        if run_text.read_samples_again is None:
             token_ids_or_messages = [sample.token_ids for sample in stored_samples]
         else:
-            token_ids_or_messages = run_text.reread_samples(stored_samples)
+            token_ids_or_messages = run_text.read_samples_again(stored_samples)
         for stored_sample, token_ids_or_message in zip(
             stored_samples, token_ids_or_messages, strict=True
         ):

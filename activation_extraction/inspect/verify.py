@@ -16,7 +16,7 @@ import numpy as np
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.store.chosen_samples import ChosenSample, Recompute, read_samples
+from activation_extraction.store.chosen_samples import ChosenSample, Recomputer, read_samples
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.hook_values import Tolerance
@@ -39,14 +39,14 @@ from activation_extraction.store.totals import total_problems
 
 
 def verify(
-    root: Folder, load_model: Callable[[dict[str, Any]], Recompute] | None, sample_count: int
+    root: Folder, load_model: Callable[[dict[str, Any]], Recomputer] | None, sample_count: int
 ) -> int:
     """Checks everything that a run has stored, and prints all problems.
 
     Args:
         root: The folder with the output of all hosts.
         load_model: A function that takes the content of metadata.json, loads the model of the run
-            and returns a `Recompute`. None to recompute no samples.
+            and returns a `Recomputer`. None to recompute no samples.
         sample_count: The number of random samples to recompute.
 
     Returns:
@@ -62,20 +62,20 @@ def verify(
     )
     run_identity = Identity() if first_metadata is None else identity_of(first_metadata, METADATA)
     has_no_model = first_metadata is not None and not run_identity.model_digest
-    recomputation = None
+    recomputer = None
     if load_model is not None and has_no_model:
         raise InputError(
             f"--model_path: {root.url} records no model, because another program stored its "
             "activations; verify it without --model_path"
         )
     if load_model is not None and first_metadata is not None:
-        recomputation = load_model(first_metadata)
+        recomputer = load_model(first_metadata)
         allowed_differences = tolerance(
-            run_identity, first_metadata.get("backend") == recomputation.jax_platform
+            run_identity, first_metadata.get("backend") == recomputer.jax_platform
         )
     problem_messages = list(check_folders(log_by_folder))
     shards_and_samples = check_shards(
-        root, log_by_folder, 0 if recomputation is None else sample_count
+        root, log_by_folder, 0 if recomputer is None else sample_count
     )
     checked_shards: list[CheckedShard] = []
     chosen_samples: list[ChosenSample] = []
@@ -86,8 +86,8 @@ def verify(
         checked_shard.problem for checked_shard in checked_shards if checked_shard.problem
     ]
     problem_messages += check_numbers(log_by_folder, checked_shards)
-    if recomputation is not None:
-        problem_messages += _compare(chosen_samples, recomputation, allowed_differences)
+    if recomputer is not None:
+        problem_messages += _compare(chosen_samples, recomputer, allowed_differences)
         recomputed_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
         omission_reason = "no model is recorded" if has_no_model else "give --model_path"
@@ -261,16 +261,16 @@ def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
 
 
 def _compare(
-    chosen_samples: list[ChosenSample], recompute: Recompute, allowed_differences: Tolerance
+    chosen_samples: list[ChosenSample], recomputer: Recomputer, allowed_differences: Tolerance
 ) -> Iterator[str]:
     """Recomputes samples, and yields a message on each difference that rounding does not explain.
 
     Args:
         chosen_samples: The stored samples to recompute.
-        recompute: The recomputation, whose function `compute_values` is called with the samples.
+        recomputer: The object whose function `compute_values` is called with the samples.
         allowed_differences: The largest differences that rounding explains.
     """
-    values_or_message_of_sample = recompute.compute_values(chosen_samples)
+    values_or_message_of_sample = recomputer.compute_values(chosen_samples)
     for chosen_sample, values_or_message in zip(
         chosen_samples, values_or_message_of_sample, strict=True
     ):

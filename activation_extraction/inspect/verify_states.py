@@ -42,11 +42,11 @@ from activation_extraction.inspect.draft_files import (
     streams_by_number,
 )
 from activation_extraction.inspect.hidden_states import StatesFolder, StoredRow
-from activation_extraction.store.chosen_samples import RecomputeStates
+from activation_extraction.store.chosen_samples import StatesRecomputer
 
 # A function that loads the model. Its arguments are the token ids of all samples that may be
 # computed, (tokens,) each, and the width of the stored states.
-LoadStates = Callable[[Sequence[np.ndarray], int], RecomputeStates]
+LoadStates = Callable[[Sequence[np.ndarray], int], StatesRecomputer]
 # How well the states of a stored layer match computed states: (name of a hook, token offset) -> the
 # match with the states at this hook and offset (see `HookMatch.token_offset`).
 MatchByHookAndOffset = Mapping[tuple[str, int], HookMatch]
@@ -265,7 +265,7 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
     return token_ids_by_neighbour_row
 
 
-def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[RowCheck]:
+def _match_rows(rows: Mapping[int, StoredRow], model: StatesRecomputer) -> list[RowCheck]:
     """Compares all layers of stored rows with recomputed states, and shows a progress bar.
 
     Args:
@@ -300,7 +300,7 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
 
 
 def _requested_hooks(
-    folder: StatesFolder, model: RecomputeStates, layer_count: int
+    folder: StatesFolder, model: StatesRecomputer, layer_count: int
 ) -> list[ExpectedHook] | None:
     """Returns the hooks that --layers_to_extract or --hook_names names.
 
@@ -334,10 +334,10 @@ def _requested_hooks(
 
 
 def _canonical(hook: str) -> str:
-    """Returns the name that `RecomputeStates` uses for a hook.
+    """Returns the name that `StatesRecomputer` uses for a hook.
 
     A residual stream between two blocks has two names, as the output of the first block and as the
-    input of the second. `RecomputeStates` uses the name of the output. For the embedding, it uses
+    input of the second. `StatesRecomputer` uses the name of the output. For the embedding, it uses
     the name of the first block's input.
 
     Args:
@@ -480,7 +480,7 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
 
 
 def _notes_on_hooks(
-    folder: StatesFolder, model: RecomputeStates, hooks: Sequence[ExpectedHook]
+    folder: StatesFolder, model: StatesRecomputer, hooks: Sequence[ExpectedHook]
 ) -> Iterator[str]:
     """Yields notes for the user, if no flag names the hooks that the layers should contain.
 
@@ -525,7 +525,7 @@ def _describe(
     check: RowCheck,
     wrong_layers: Sequence[int],
     hooks: Sequence[ExpectedHook],
-    model: RecomputeStates,
+    model: StatesRecomputer,
     samples: Mapping[int, np.ndarray],
 ) -> list[str]:
     """Returns a message about each wrong layer of a row.
@@ -600,7 +600,7 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 
 
 def _describe_by_same_sample(
-    check: RowCheck, layer: int, hook: ExpectedHook, model: RecomputeStates
+    check: RowCheck, layer: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str | None:
     """Describes a layer with wrong states, if the row's own sample explains these states.
 
@@ -655,7 +655,7 @@ def _describe_by_same_sample(
     )
 
 
-def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates) -> str:
+def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer) -> str:
     """Returns a phrase about the hook to which the states of a layer belong.
 
     The phrase is, for example, ", of HOOK, one layer too late". It is "" if the states belong to
@@ -671,7 +671,7 @@ def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: RecomputeState
     return f", of {actual_hook_name}{_relation(actual_hook_name, hook, model)}"
 
 
-def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates) -> str:
+def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer) -> str:
     """Returns how far a hook is from the expected hook, such as ", one layer too late".
 
     The phrase is "" if the two hooks are the same, or if the expected hook is not certain.
@@ -724,7 +724,7 @@ def _describe_parts(
     layer: int,
     hook: ExpectedHook,
     alignments: Sequence[Alignment],
-    model: RecomputeStates,
+    model: StatesRecomputer,
 ) -> str:
     """Describes a layer with wrong states that the row's own sample does not explain.
 
@@ -808,7 +808,7 @@ def _describe_parts(
 
 
 def _part_in_words(
-    alignment: Alignment, layer_row_number: int, hook: ExpectedHook, model: RecomputeStates
+    alignment: Alignment, layer_row_number: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str:
     """Returns a phrase that says to which hook and tokens some stored states of a layer belong.
 

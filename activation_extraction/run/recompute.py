@@ -21,14 +21,14 @@ from activation_extraction.model.model_setup import prepare_model
 from activation_extraction.run.inputs import check_model_inputs
 from activation_extraction.run.prepare import recorded_commit, step_request
 from activation_extraction.run.reread import load_for_rereading
-from activation_extraction.store.chosen_samples import ChosenSample, Recompute, Reread
+from activation_extraction.store.chosen_samples import ChosenSample, Recomputer, Reread
 from activation_extraction.store.hook_values import Values
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.text.packing import pack, samples_of
 
 
-def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
+def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recomputer:
     """Loads the model of a stored run, to recompute samples.
 
     Args:
@@ -54,9 +54,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
     with device_errors():
         prepared_model = prepare_model(step_request(config))
         check_model_inputs(prepared_model, config, identity)
-        reread_samples: Reread | None = None
+        read_samples_again: Reread | None = None
         if not identity.every_token:
-            reread_samples = load_for_rereading(
+            read_samples_again = load_for_rereading(
                 metadata,
                 prepared_model.checkpoint,
                 prepared_model.adapter_files,
@@ -69,8 +69,8 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         token_ids_or_messages: Sequence[np.ndarray | str] = [
             sample_tokens.token_ids for sample_tokens in tokens_of_samples
         ]
-        if reread_samples is not None:
-            token_ids_or_messages = reread_samples(tokens_of_samples)
+        if read_samples_again is not None:
+            token_ids_or_messages = read_samples_again(tokens_of_samples)
         # For each sample, either the recomputed values by the name of the hook, or a message with
         # the reason why it cannot be recomputed.
         values_or_message_of_sample: list[dict[str, Values] | str] = []
@@ -107,7 +107,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
                 }
         return values_or_message_of_sample
 
-    return Recompute(jax.default_backend(), recompute)
+    return Recomputer(jax.default_backend(), recompute)
 
 
 def _model_as_stored(

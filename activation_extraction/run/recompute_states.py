@@ -22,7 +22,7 @@ from activation_extraction.model.family import read_model_config
 from activation_extraction.model.forward import Step, compile_step
 from activation_extraction.model.model_setup import choose_hooks, prepare_model
 from activation_extraction.run.prepare import step_request
-from activation_extraction.store.chosen_samples import RecomputeStates
+from activation_extraction.store.chosen_samples import StatesRecomputer
 from activation_extraction.text.packing import pack, samples_of
 
 # The length of a row is a multiple of this number of tokens, so that every mesh can divide the row
@@ -33,7 +33,7 @@ LENGTH_STEP = 128
 
 def load_for_hidden_states(
     config: Config, token_ids: Sequence[np.ndarray], width: int
-) -> RecomputeStates:
+) -> StatesRecomputer:
     """Prepares the model that the flags name, to compute hidden states.
 
     The weights are read when the first states are computed.
@@ -145,7 +145,7 @@ def load_for_hidden_states(
                     },
                 )
 
-    return RecomputeStates(
+    return StatesRecomputer(
         model_config.num_hidden_layers,
         str(prepared_model.model.dtype),
         "E" in model_config.sizes,

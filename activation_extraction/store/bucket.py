@@ -74,8 +74,9 @@ class Bucket:
 
     Args:
         url: URL of the folder, such as "gs://bucket/folder".
-        patience: Seconds for which obstore repeats failing reads. It is also the time that one
-            request may take, in addition to the time in which a slow line transfers its bytes.
+        patience: Seconds for which obstore repeats failing reads. The timeout of a single request
+            is at least this time plus the time that a slow connection needs to transfer the bytes
+            of the request.
 
     Attributes:
         max_file_bytes: Largest size of a file that can be written, in bytes.
@@ -91,7 +92,8 @@ class Bucket:
         self._bucket_kind = BUCKET_KINDS[scheme]
         self._patience_seconds = patience
         self.max_file_bytes = self._bucket_kind.max_request_bytes
-        self._any_request_succeeded = False  # whether a request of this object has succeeded
+        # After a request of this object has succeeded, some failures may pass (see `_failure`).
+        self._any_request_succeeded = False
 
     def entries(self) -> dict[str, FileEntry | None]:
         listed_prefix = self._key_prefix or None
@@ -151,7 +153,7 @@ class Bucket:
         return None
 
     def write(self, name: str, buffers: Sequence[memoryview], expected: str | None) -> str | None:
-        file_bytes = sum(buffer.nbytes for buffer in buffers)
+        num_file_bytes = sum(buffer.nbytes for buffer in buffers)
         write_mode: Any  # the condition under which obstore writes the object
         if expected is None:
             write_mode = "create"
@@ -163,7 +165,7 @@ class Bucket:
             write_mode = {"e_tag": expected}
 
         def put() -> str | None:
-            store_client = self._store(file_bytes, may_retry=False)
+            store_client = self._store(num_file_bytes, may_retry=False)
             # `put` is used because `put_async` often aborts a process that ends soon afterwards.
             new_object_meta = obstore.put(
                 store_client, self._key(name), buffers, mode=write_mode, use_multipart=False

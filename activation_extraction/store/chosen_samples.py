@@ -1,9 +1,9 @@
 """Reads single stored samples of a shard, so that they can be computed or tokenised again.
 
---verify compares the stored values of some samples with the values that a `Recompute` returns. A
-`Reread` returns the token ids that a run did not store, and a `RunText` also decodes token ids. A
-`RecomputeStates` computes hidden states for samples that another program has stored. These four are
-only declared in this module, because they need the model or the data set of the run, which this
+--verify compares the stored values of some samples with the values that a `Recomputer` computes.
+A `Reread` returns the token ids that a run did not store, and a `RunText` also decodes token ids. A
+`StatesRecomputer` computes hidden states for samples that another program has stored. These four
+are only declared in this module, because they need the model or the data set of the run, which this
 package does not use. run/recompute.py, run/recompute_states.py and run/reread.py make them.
 """
 
@@ -68,12 +68,12 @@ class RunText:
     Attributes:
         decode_token_ids: Function that takes token ids, int32 (tokens,), and returns their text
             without special tokens.
-        reread_samples: Function that reads samples from the data set again, to get also the token
-            ids that the run did not store. None if the run stores all tokens.
+        read_samples_again: Function that reads samples from the data set again, to get also the
+            token ids that the run did not store. None if the run stores all tokens.
     """
 
     decode_token_ids: Callable[[np.ndarray], str]
-    reread_samples: Reread | None
+    read_samples_again: Reread | None
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class ChosenSample:
     values_of_hooks: list[Values]
 
 
-class Recompute(NamedTuple):
-    """The recomputation of stored samples with the model of their run.
+class Recomputer(NamedTuple):
+    """Computes the values of stored samples again with the model of their run.
 
     Attributes:
         jax_platform: JAX's name of the platform that computes the values, such as "tpu".
@@ -109,8 +109,8 @@ class Recompute(NamedTuple):
     compute_values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 
-class RecomputeStates(NamedTuple):
-    """The computation of a model's hidden states, for files that another program has stored.
+class StatesRecomputer(NamedTuple):
+    """Computes a model's hidden states, to compare them with those in another program's files.
 
     Attributes:
         num_layers: Number of layers of the model.
@@ -177,7 +177,7 @@ def read_samples(
     shard_reader = open_shard(folder, commit, hooks)
     tokens_of_samples = _tokens_of(shard_reader, run_log, commit, sample_indices)
     chosen_samples = []
-    for sample_index, tokens in zip(sample_indices, tokens_of_samples, strict=True):
+    for sample_index, stored_tokens in zip(sample_indices, tokens_of_samples, strict=True):
         start_token_index, stop_token_index = shard_reader.offsets[
             sample_index : sample_index + 2
         ].tolist()
@@ -185,8 +185,10 @@ def read_samples(
             hook.for_user(hook.begin_rows(shard_reader, start_token_index, stop_token_index)())
             for hook in hooks
         ]
-        location_in_words = f"{where}: sample {tokens.sample_idx}"
-        chosen_samples.append(ChosenSample(location_in_words, tokens, hooks, values_of_hooks))
+        location_in_words = f"{where}: sample {stored_tokens.sample_idx}"
+        chosen_samples.append(
+            ChosenSample(location_in_words, stored_tokens, hooks, values_of_hooks)
+        )
     return chosen_samples
 
 
@@ -241,7 +243,7 @@ def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
         hook_facts["name"]: hook_facts for hook_facts in metadata.get("hooks", ())
     }
     hooks_of_shard = []
-    for shard_facts in commit.hooks:
-        metadata_facts = metadata_facts_by_hook.get(shard_facts["name"], {})
-        hooks_of_shard.append(identity.recorded_hook(shard_facts | metadata_facts))
+    for hook_facts_in_commit in commit.hooks:
+        hook_facts_in_metadata = metadata_facts_by_hook.get(hook_facts_in_commit["name"], {})
+        hooks_of_shard.append(identity.recorded_hook(hook_facts_in_commit | hook_facts_in_metadata))
     return hooks_of_shard

@@ -147,10 +147,10 @@ class Folder:
     def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
         self.full_url = url.rstrip("/")
         self.url = plain_url(self.full_url)
-        self.patience = patience  # seconds for which a request is repeated after its first failure
+        self.patience = patience
         self._patience_flag = flag  # flag that sets `patience`, for messages; "" for none
         self.flag_in_parentheses = f" ({flag})" if flag else ""
-        self.retries = 0  # number of failed attempts so far, over all requests
+        self.retries = 0
         self._is_failing = False  # whether a request has failed since the last success
         scheme, separator, _ = self.full_url.partition("://")
         self.is_local = not separator or scheme in ("file", "local")
@@ -269,8 +269,8 @@ class Folder:
         content_and_version = self._read(name, version, max_bytes, None)
         if content_and_version is None:
             return None
-        file_bytes, current_version = content_and_version
-        return bytes(file_bytes), current_version
+        file_content, current_version = content_and_version
+        return bytes(file_content), current_version
 
     def read_range(
         self, name: str, start: int, stop: int, version: str | None = None
@@ -331,8 +331,8 @@ class Folder:
         Args:
             file_content: Content of the file that is written, as bytes or as consecutive buffers.
         """
-        file_bytes = sum(byte_view.nbytes for byte_view in _views(file_content))
-        return Patience(self.patience, file_bytes / MIN_BYTES_PER_SECOND)
+        num_file_bytes = sum(byte_view.nbytes for byte_view in _views(file_content))
+        return Patience(self.patience, num_file_bytes / MIN_BYTES_PER_SECOND)
 
     def write(
         self,
@@ -363,17 +363,17 @@ class Folder:
             FolderError: If the write failed for another reason.
         """
         byte_views = _views(file_content)
-        write_patience = patience or self.patience_for(file_content)
+        write_time_limit = patience or self.patience_for(file_content)
 
         def send() -> str | None:
             return self._backend.write(name, byte_views, expected)
 
         def send_watched() -> str | None:
-            return watched(send, write_patience, f"{self.url}: writing {name}")
+            return watched(send, write_time_limit, f"{self.url}: writing {name}")
 
         send_request = send_watched if isinstance(self._backend, Bucket) else send
         return self._retry(
-            f"writing {name}", send_request, once=expected != ANY, patience=write_patience
+            f"writing {name}", send_request, once=expected != ANY, patience=write_time_limit
         )
 
     def remove(self, name: str) -> None:
@@ -522,7 +522,9 @@ class Attempts:
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
         self._folder = folder
         self._request_name = request
-        self._patience = patience  # time for all attempts; None if it has not begun
+        # Limit for the time of all attempts together. None until the first attempt has failed, if
+        # the caller gave no limit.
+        self._patience = patience
         self._pause_seconds = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:

@@ -147,17 +147,17 @@ class PackedFile(NamedTuple):
         buffers: Consecutive buffers of the content.
         facts: Facts about the file for the shard's commit, without the version, which the file gets
             when it is written.
-        uncompressed_bytes: Size of the content before compression, in bytes.
+        num_uncompressed_bytes: Size of the content before compression, in bytes.
     """
 
     buffers: list[bytes | memoryview]
     facts: FileFacts
-    uncompressed_bytes: int
+    num_uncompressed_bytes: int
 
 
 @dataclass(frozen=True)
 class ShardFormat:
-    """A format of the file of a shard that contains its activations.
+    """A format of a shard's file of activations: pickle, compressed pickle or safetensors.
 
     Attributes:
         suffix: End of the names of files in this format, such as ".pkl.gz".
@@ -165,15 +165,15 @@ class ShardFormat:
             returns consecutive buffers of the uncompressed file. If the id is "", the file contains
             no id.
         is_compressed: Whether the bytes are compressed with gzip.
-        checksum_ranges: Function that takes a shard and the buffers of its file, and returns the
-            checksums of ranges of the file. None for a format whose files are always read as a
-            whole.
+        compute_range_checksums: Function that takes a shard and the buffers of its file, and
+            returns the checksums of ranges of the file. None for a format whose files are always
+            read as a whole.
     """
 
     suffix: str
     serialize: Callable[[Shard, str], list[memoryview]]
     is_compressed: bool = False
-    checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
+    compute_range_checksums: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 
     def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:
         """Makes the content of a shard's file of activations in memory, without writing it.
@@ -197,12 +197,14 @@ class ShardFormat:
         for file_buffer in unhashed_buffers:
             file_digest.update(file_buffer)
             file_buffers.append(file_buffer)
-        compute_checksums = self.checksum_ranges
+        compute_range_checksums = self.compute_range_checksums
         file_facts = FileFacts(
             bytes=sum(memoryview(file_buffer).nbytes for file_buffer in file_buffers),
             sha256=file_digest.hexdigest(),
             crc32c=crc_digits(map(memoryview, file_buffers), MIB),
-            ranges=compute_checksums(shard, uncompressed_buffers) if compute_checksums else None,
+            ranges=compute_range_checksums(shard, uncompressed_buffers)
+            if compute_range_checksums
+            else None,
         )
         return PackedFile(
             file_buffers, file_facts, sum(buffer.nbytes for buffer in uncompressed_buffers)
@@ -213,7 +215,9 @@ class ShardFormat:
 DTYPES = {np.dtype(type_code).name for type_code in NUMBER_TYPES}
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, is_compressed=True)
-SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, checksum_ranges=range_checksums)
+SAFETENSORS = ShardFormat(
+    ".safetensors", safetensors_pieces, compute_range_checksums=range_checksums
+)
 FORMAT_BY_SUFFIX = {
     shard_format.suffix: shard_format for shard_format in (PICKLE, GZIP_PICKLE, SAFETENSORS)
 }

@@ -213,11 +213,11 @@ class LogWriter:
         """
         self.began = round(time.time(), 3)
         metadata_bytes = self._metadata(run_id, "running")
-        write_patience = self.folder.patience_for(metadata_bytes)
-        write_attempts = Attempts(self.folder, f"writing {METADATA}", write_patience)
+        write_time_limit = self.folder.patience_for(metadata_bytes)
+        write_attempts = Attempts(self.folder, f"writing {METADATA}", write_time_limit)
         while True:
             try:
-                self.folder.write(METADATA, metadata_bytes, version, write_patience)
+                self.folder.write(METADATA, metadata_bytes, version, write_time_limit)
                 break
             except ChangedError as error:
                 current_bytes, current_version = self._read(METADATA)
@@ -353,8 +353,8 @@ class LogWriter:
         """
         shard_json_name = commit_name(number)
         reservation_bytes = seal(reservation(self.run_id, self.id))
-        write_patience = self.folder.patience_for(reservation_bytes)
-        write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_patience)
+        write_time_limit = self.folder.patience_for(reservation_bytes)
+        write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_time_limit)
         while True:
             current_bytes, current_version = self._read(shard_json_name)
             if current_bytes == reservation_bytes:
@@ -363,7 +363,7 @@ class LogWriter:
             if current_version != version:
                 return False
             try:
-                self.folder.write(shard_json_name, reservation_bytes, version, write_patience)
+                self.folder.write(shard_json_name, reservation_bytes, version, write_time_limit)
                 return True
             except ChangedError as error:  # the write failed, or its answer was lost
                 write_attempts.failed(error)
@@ -451,8 +451,8 @@ class LogWriter:
             store has no versions.
         """
         # The time that all attempts to write the file may take together.
-        write_patience = self.folder.patience_for(file_content)
-        write_attempts = Attempts(self.folder, f"writing {name}", write_patience)
+        write_time_limit = self.folder.patience_for(file_content)
+        write_attempts = Attempts(self.folder, f"writing {name}", write_time_limit)
         while True:
             if must_stay is None:
                 file_entry = self.folder.head(name)
@@ -463,7 +463,9 @@ class LogWriter:
                     return current_bytes, current_version
             self.check()
             try:
-                return None, self.folder.write(name, file_content, current_version, write_patience)
+                return None, self.folder.write(
+                    name, file_content, current_version, write_time_limit
+                )
             except ChangedError as error:
                 write_attempts.failed(error)
 

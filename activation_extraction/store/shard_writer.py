@@ -214,7 +214,7 @@ class ShardWriter:
         shard_commit = replace(
             shard_commit,
             file=shard_name(number, self.format.suffix),
-            unpacked=packed_file.uncompressed_bytes,
+            unpacked=packed_file.num_uncompressed_bytes,
             first=shard.samples[0].facts.sample_idx,
             last=shard.samples[-1].facts.sample_idx,
             count=len(token_counts_of_samples),
