@@ -37,7 +37,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors, leave_out_absent_tpu
 from activation_extraction.model.family import parse_model_config, read_model_config
-from activation_extraction.model.forward import Activations, Step, compile_step
+from activation_extraction.model.forward import Activations, StepFunction, compile_step
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.model_config import HEAD
 from activation_extraction.model.model_setup import choose_dtypes, choose_hooks
@@ -189,7 +189,8 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
                 progress = make_progress(run)
                 lockstep = take_steps(run, compiled_step, progress, clock, get_stop_signal)
         except KeyboardInterrupt:
-            # A second Ctrl-C ends the run without waiting for uploads.
+            # The user has pressed Ctrl-C after an earlier signal had asked the run to stop. `close`
+            # releases the folder without waiting for uploads.
             run.storage.close()
             raise
         if get_stop_signal() and (num_waiting_bytes := run.storage.gauges()["bytes_waiting"]):
@@ -203,7 +204,7 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
         return lockstep.reaches_end_of_data, get_stop_signal()
 
 
-def start_together(run: Run) -> tuple[Step, Run]:
+def start_together(run: Run) -> tuple[StepFunction, Run]:
     """Loads the weights, compiles the step and opens the output folder.
 
     All hosts must call this function together. It fails on all hosts or on none.
@@ -274,7 +275,11 @@ def open_output(run: Run) -> Run:
 
 
 def take_steps(
-    run: Run, step: Step, progress: Progress, clock: Clock, get_stop_signal: Callable[[], int]
+    run: Run,
+    step: StepFunction,
+    progress: Progress,
+    clock: Clock,
+    get_stop_signal: Callable[[], int],
 ) -> Lockstep:
     """Runs the model on all batches of this host, and stores the activations.
 
@@ -289,8 +294,8 @@ def take_steps(
             stop, or 0 without a signal.
 
     Returns:
-        The lockstep of the hosts (`run.hosts.Lockstep`), whose attributes `complete` and `failure`
-        tell how the loop has ended.
+        The lockstep of the hosts (`run.hosts.Lockstep`), whose attributes `reaches_end_of_data`
+        and `failure` tell how the loop has ended.
     """
     batches_until_stop = run.batches.until(get_stop_signal)
     lockstep = Lockstep(batches_until_stop, get_stop_signal, partial(any_host, run.host), clock)
@@ -313,7 +318,7 @@ def take_steps(
 
     can_store_batches = True
     try:
-        for batch, activations, sums_of_votes in one_step_behind(map(start, lockstep)):
+        for batch, activations, vote_sums_on_later_step in one_step_behind(map(start, lockstep)):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
             if batch is not None and can_store_batches:
@@ -336,7 +341,7 @@ def take_steps(
                     lockstep.fail(error)
                     can_store_batches = False
             run.watchdog.reset()
-            lockstep.learn(np.asarray(sums_of_votes))
+            lockstep.learn(np.asarray(vote_sums_on_later_step))
     finally:
         try:
             progress.close()
@@ -367,11 +372,11 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
             if mark_at_end_of_data is None:
                 run.storage.finalize(is_run_complete)
             else:
-                skipped_rows, empty_rows = (
+                num_skipped_rows, num_empty_rows = (
                     mark_at_end_of_data.skipped_rows,
                     mark_at_end_of_data.empty_rows,
                 )
-                run.storage.finalize(is_run_complete, skipped_rows, empty_rows)
+                run.storage.finalize(is_run_complete, num_skipped_rows, num_empty_rows)
     except Exception as error:
         # All hosts together raise this error below. If this host raised it alone, the other hosts
         # would wait for this host.

@@ -17,7 +17,8 @@ In this module, `rotary` is the result of `rotary_table`, and a segment is a sam
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size, F MLP
 width, V vocabulary, L layers, Q the heads of the query projection, which are 2 * N if heads have
 gates. In layers with experts: E experts, X experts of a token, M width of an expert, P width of the
-shared expert, R outputs of the router (as many as E, but never split over devices), U one.
+shared expert, R outputs of the router (as many as E, but never split over devices), U the single
+output of the shared expert's gate (size 1).
 
 References: `transformers.models.qwen2.modeling_qwen2`, the corresponding modules for qwen3,
 qwen2_moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe and llama, and the technical reports of Qwen2
@@ -38,7 +39,7 @@ from jax.experimental.layout import with_layout_constraint
 from activation_extraction.model.attention import Attention, attention_pattern
 from activation_extraction.model.decoder import Decoder
 from activation_extraction.model.delta_net import GatedDeltaNet
-from activation_extraction.model.experts import Experts, ExpertSum, route, scattered
+from activation_extraction.model.experts import Experts, ExpertSumFunction, route, scattered
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import (
     STREAM,
@@ -95,8 +96,9 @@ class Embedding(nn.Module):
         """
         constrain = self.layout.constrain
         token_ids = constrain(token_ids, "fsdp_batch", "sequence")
-        vector_bits = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
-        return constrain(from_bits(vector_bits), *STREAM)
+        # On CPUs, a bfloat16 table is stored as uint16. `from_bits` views its vectors as bfloat16.
+        stored_vectors = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
+        return constrain(from_bits(stored_vectors), *STREAM)
 
     def table(self) -> Array:
         """Returns the vectors of all tokens of the vocabulary.
@@ -215,22 +217,22 @@ class MLP(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
-        width_letter: The letter of the axis with the width of the MLP: F in a dense layer, P for a
-            shared expert.
+        axis_letter_of_width: The letter of the axis with the width of the MLP: F in a dense layer,
+            P for a shared expert.
     """
 
     config: ModelConfig
     dtype: Any
     layout: Layout
-    width_letter: str = "F"
+    axis_letter_of_width: str = "F"
 
     def setup(self) -> None:
-        self.gate_proj = Linear(self.config, f"D->{self.width_letter}", dtype=self.dtype)
-        self.up_proj = Linear(self.config, f"D->{self.width_letter}", dtype=self.dtype)
+        self.gate_proj = Linear(self.config, f"D->{self.axis_letter_of_width}", dtype=self.dtype)
+        self.up_proj = Linear(self.config, f"D->{self.axis_letter_of_width}", dtype=self.dtype)
         has_split_inputs = self.layout.adds_up_parts
         self.down_proj = Linear(
             self.config,
-            f"{self.width_letter}->D",
+            f"{self.axis_letter_of_width}->D",
             dtype=self.dtype,
             has_split_inputs=has_split_inputs,
         )
@@ -277,7 +279,7 @@ class SparseMLP(nn.Module):
 
     config: Any
     dtype: Any
-    compute_expert_sum: ExpertSum
+    compute_expert_sum: ExpertSumFunction
     layout: Layout
 
     def setup(self) -> None:
@@ -416,7 +418,10 @@ def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -
 
 
 class Qwen2(nn.Module):
-    """The whole language model of any family, which maps token ids to next-token logits.
+    """The complete language model, which maps token ids to the logits of the next tokens.
+
+    The class is named after the family Qwen2, but it serves all supported families. `config`
+    contains the differences between them.
 
     Attributes:
         config: The configuration of the model.
@@ -562,7 +567,11 @@ def _weight_spec(
 def _tensors_by_parameter(
     config: ModelConfig, has_fused_experts: bool
 ) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Maps parameters to the tensors of the checkpoint, where their names differ.
+    """Returns the checkpoint tensor of each parameter whose name differs from its tensor's name.
+
+    A parameter that is missing from the result has the name of its tensor, and it is the whole
+    tensor. The result is for delta nets whose projections are not interleaved;
+    `_interleaved_tensors` returns the tensors of interleaved projections.
 
     Args:
         config: The configuration of the model.
@@ -577,12 +586,14 @@ def _tensors_by_parameter(
     if config.delta is not None:
         key_row_count = config.delta.key_heads * config.delta.key_size
         value_row_count = config.sizes["O"]
-        for projection_letter, first_row_in_tensor in (
+        for projection_letter, first_row_index_in_tensor in (
             ("q", 0),
             ("k", key_row_count),
             ("v", 2 * key_row_count),
         ):
-            tensor_slice = TensorSlice(0, first_row_in_tensor, 2 * key_row_count + value_row_count)
+            tensor_slice = TensorSlice(
+                0, first_row_index_in_tensor, 2 * key_row_count + value_row_count
+            )
             for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
                 full_parameter_name = f"linear_attn.{parameter_name}_{projection_letter}.weight"
                 tensor_and_slice_by_parameter[full_parameter_name] = (
@@ -644,7 +655,7 @@ def _interleaved_tensors(
     ):
         full_tensor_name = f"linear_attn.{tensor_name}.weight"
         rows_per_key_head = sum(row_count_by_projection_letter.values())
-        first_row_of_projection = 0
+        first_row_index_of_projection = 0
         # A quantised version of a model with fused projections may contain a separate tensor for
         # each projection, like Qwen3.5. In this case, each parameter is read from its own tensor.
         if not tensors or any(
@@ -652,11 +663,11 @@ def _interleaved_tensors(
         ):
             for projection_letter, row_count in row_count_by_projection_letter.items():
                 tensor_slice = TensorSlice(
-                    0, first_row_of_projection, rows_per_key_head, is_per_head=True
+                    0, first_row_index_of_projection, rows_per_key_head, is_per_head=True
                 )
                 tensor_and_slice_by_parameter[f"linear_attn.in_proj_{projection_letter}.weight"] = (
                     full_tensor_name,
                     tensor_slice,
                 )
-                first_row_of_projection += row_count
+                first_row_index_of_projection += row_count
     return tensor_and_slice_by_parameter

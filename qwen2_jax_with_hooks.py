@@ -138,8 +138,8 @@ class HookedModel(nn.Module):
         if self.is_initializing():
             self._declare(token_ids)
             return {}
-        size_of_axis_letter = self.config.sizes_with(token_ids.shape[1])
-        capture = Capture(self.hooks, size_of_axis_letter, self.captured_dtype, self.layout)
+        size_by_axis_letter = self.config.sizes_with(token_ids.shape[1])
+        capture = Capture(self.hooks, size_by_axis_letter, self.captured_dtype, self.layout)
         run_layers = self._run_in_one_loop if self.num_stages == 1 else self._run_in_stages
         return run_layers(capture, token_ids, segment_ids, positions)
 
@@ -188,11 +188,11 @@ class HookedModel(nn.Module):
                 capture, layer_plan, stacked_layers, x, hook_buffers, rotary, segment_ids
             )
         if self.runs_to_the_end:
-            bits_of_kinds_after_last_layer = self._bits_after_last_layer(
+            value_bits_of_kinds_after_last_layer = self._bits_after_last_layer(
                 capture, x, token_ids, positions
             )
             hook_buffers = capture.write(
-                hook_buffers, plan_after_layers, bits_of_kinds_after_last_layer
+                hook_buffers, plan_after_layers, value_bits_of_kinds_after_last_layer
             )
         return capture.values(hook_buffers)
 
@@ -228,10 +228,10 @@ class HookedModel(nn.Module):
             return x.reshape(-1, micro_batch_count, row_length).swapaxes(0, 1)
 
         stacked_layers = self.decoder.stacked(self.layers)
-        layers_by_stage = jax.tree.map(
+        layers_of_stages = jax.tree.map(
             lambda x: x.reshape(stage_count, -1, *x.shape[1:]), stacked_layers
         )
-        ids_by_micro_batch, segments_by_micro_batch, positions_by_micro_batch = map(
+        ids_of_micro_batches, segments_of_micro_batches, positions_of_micro_batches = map(
             split, (token_ids, segment_ids, positions)
         )
         stages_plan = capture.plan_stages(stage_count, self.layers_per_stage)
@@ -266,8 +266,8 @@ class HookedModel(nn.Module):
                     The buffers of the stage with the values of this micro-batch.
             """
             micro_batch_number = jnp.clip(micro_batch_number, 0, micro_batch_count - 1)
-            rotary = rotary_table(positions_by_micro_batch[micro_batch_number], self.config)
-            micro_batch_segments = segments_by_micro_batch[micro_batch_number]
+            rotary = rotary_table(positions_of_micro_batches[micro_batch_number], self.config)
+            micro_batch_segments = segments_of_micro_batches[micro_batch_number]
             stage_plan = stages_plan.with_slots(slots)
             return self._loop(
                 capture,
@@ -295,13 +295,15 @@ class HookedModel(nn.Module):
                     bits, (B, T, D); None if no hook comes after the last layer.
             """
             x, hook_buffers = carry
-            entering_token_ids = ids_by_micro_batch[jnp.minimum(tick_number, micro_batch_count - 1)]
+            entering_token_ids = ids_of_micro_batches[
+                jnp.minimum(tick_number, micro_batch_count - 1)
+            ]
             x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_token_ids))
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
             x, hook_buffers = run_stages(
-                layers_by_stage,
-                stages_plan.slots_by_kind,
+                layers_of_stages,
+                stages_plan.slots_of_kinds,
                 x,
                 hook_buffers,
                 tick_number - stage_numbers,
@@ -309,27 +311,27 @@ class HookedModel(nn.Module):
             return (x, hook_buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
         x = jnp.zeros(
-            (stage_count, *ids_by_micro_batch.shape[1:], self.config.hidden_size), self.dtype
+            (stage_count, *ids_of_micro_batches.shape[1:], self.config.hidden_size), self.dtype
         )
-        hook_buffers = capture.buffers([stages_plan], ids_by_micro_batch.shape, stage_count)
+        hook_buffers = capture.buffers([stages_plan], ids_of_micro_batches.shape, stage_count)
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
-            (_, hook_buffers), final_stream_by_tick = lax.scan(
+            (_, hook_buffers), final_streams_of_ticks = lax.scan(
                 tick, (x, hook_buffers), tick_numbers
             )
-        bits_by_kind_after_layers: dict[HookKind, Array] = {}
+        value_bits_by_kind_after_layers: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
-            assert final_stream_by_tick is not None
-            x = from_bits(final_stream_by_tick[stage_count - 1 :], self.dtype).swapaxes(0, 1)
+            assert final_streams_of_ticks is not None
+            x = from_bits(final_streams_of_ticks[stage_count - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(row_count, row_length, -1), *STREAM)
-            bits_of_kinds_after_last_layer = self._bits_after_last_layer(
+            value_bits_of_kinds_after_last_layer = self._bits_after_last_layer(
                 capture, x, token_ids, positions
             )
-            bits_by_kind_after_layers = dict(
-                zip(capture.plan_end().kinds, bits_of_kinds_after_last_layer, strict=True)
+            value_bits_by_kind_after_layers = dict(
+                zip(capture.plan_end().kinds, value_bits_of_kinds_after_last_layer, strict=True)
             )
         return capture.values_of_stages(
-            hook_buffers, row_count, self.layers_per_stage, bits_by_kind_after_layers
+            hook_buffers, row_count, self.layers_per_stage, value_bits_by_kind_after_layers
         )
 
     def _loop(
@@ -367,14 +369,14 @@ class HookedModel(nn.Module):
 
         def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, hook_buffers = carry
-            x, bits_by_kind = layer(x, rotary, segment_ids)
+            x, value_bits_of_kinds = layer(x, rotary, segment_ids)
             return x, capture.write(
-                hook_buffers, plan.with_slots(slots), bits_by_kind, micro_batch_number
+                hook_buffers, plan.with_slots(slots), value_bits_of_kinds, micro_batch_number
             )
 
         values_to_bits = partial(capture.bits_of, plan.kinds)
         return self.decoder.scan(
-            layers, run_layer, (x, buffers), plan.slots_by_kind, values_to_bits
+            layers, run_layer, (x, buffers), plan.slots_of_kinds, values_to_bits
         )
 
     def _bits_after_last_layer(

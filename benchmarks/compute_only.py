@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.forward import Activations, Step, compile_step
+from activation_extraction.model.forward import Activations, StepFunction, compile_step
 from activation_extraction.model.model_setup import prepare_model
 from activation_extraction.run.prepare import step_request
 from activation_extraction.text.batch import Batch
@@ -32,7 +32,7 @@ from benchmarks.inputs import tokenise
 MIN_SECONDS = 2
 
 
-def mean_seconds(step: Step, batches: Sequence[Batch], min_seconds: float = 0) -> float:
+def mean_seconds(step: StepFunction, batches: Sequence[Batch], min_seconds: float = 0) -> float:
     """Returns the mean number of seconds that it takes to compute all batches once.
 
     As in a run, a batch is submitted to the device before the result of the previous one is ready.

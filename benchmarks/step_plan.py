@@ -210,7 +210,7 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     # first axis is the layer.
     num_layers_of_type = {
         weight_path[1]: weight_spec.shape[0]
-        for weight_path, weight_spec in program.weights.items()
+        for weight_path, weight_spec in program.weight_table.items()
         if weight_path[0] == "layers"
     }
     layer_counts_of_types = [

@@ -155,7 +155,7 @@ def moved_once(compiled: Compiled) -> float:
         compiled: The compiled step.
     """
     program = compiled.program
-    cost_model = CostModel(compiled.model, program.weights, compiled.rows, compiled.length)
+    cost_model = CostModel(compiled.model, program.weight_table, compiled.rows, compiled.length)
     return cost_model.moved_by_layer(compiled.model.layout)
 
 

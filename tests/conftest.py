@@ -199,7 +199,11 @@ class Reference:
             handles.append(module.register_forward_hook(keep))
         with torch.no_grad():
             self.talking.model(torch.tensor(token_ids, dtype=torch.long), use_cache=False)
-            values |= {hook.name: values[hook.module] for hook in hooks if hook.module is not None}
+            values |= {
+                hook.name: values[hook.module_name]
+                for hook in hooks
+                if hook.module_name is not None
+            }
             for layer in range(depth):
                 values |= self._inside(f"blocks.{layer}.", values)
             last = values[f"blocks.{depth - 1}.hook_resid_post"]

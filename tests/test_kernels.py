@@ -124,9 +124,9 @@ def test_kernels_of_gpus_can_be_lowered_into_programs_of_both_meshes():
 
 
 def experts_of(sizes, per_token, dtype, widths):
-    """Returns what an `ExpertSum` takes for the last of three layers: experts with so many rows
-    each, in a random order, and as many rows of experts of other devices, whose weights are not
-    numbers. The other layers' experts would give numbers far too large."""
+    """Returns what an `ExpertSumFunction` takes for the last of three layers: experts with so many
+    rows each, in a random order, and as many rows of experts of other devices, whose weights are
+    not numbers. The other layers' experts would give numbers far too large."""
     rng, (hidden, width) = np.random.default_rng(0), widths
     numbers, others = np.repeat(np.arange(len(sizes)), sizes), [-1, len(sizes), -7, 10**6]
     numbers = [*numbers, *rng.choice(others, len(numbers) + -2 * len(numbers) % per_token + 40)]

@@ -28,7 +28,7 @@ from activation_extraction.model.weight_files import LocalFile
 
 # In most formats, tensors have the names of the fields of `Autoencoder`.
 Tensors = dict[str, np.ndarray]  # name of a tensor -> its values
-Config = Mapping[str, Any]  # the content of a publisher's configuration file
+PublishedConfig = Mapping[str, Any]  # the content of a publisher's configuration file
 Fields = dict[str, Any]  # name of a field of `Autoencoder` -> its value
 REQUIRED_TENSORS = "W_enc", "b_enc", "W_dec", "b_dec"
 # The name of Llamascopium's tensor with the logarithms of the thresholds.
@@ -81,8 +81,9 @@ class Autoencoder:
     Attributes:
         name: The autoencoder as the user gave it: a folder or a file, as a local path, a URL, or
             ORG/REPO/FOLDER on the hub.
-        hook: The hook that is read, by a name of TransformerLens or Hugging Face.
-        target_hook: The hook that is reconstructed. It equals `hook` for all but transcoders.
+        hook_name: The name of the hook that is read, in TransformerLens or in Hugging Face.
+        target_hook_name: The name of the hook that is reconstructed. It equals `hook_name` for all
+            but transcoders.
         hook_name_in_files: The name of the hook that is read, according to the files; None or ""
             if the files do not name it.
         W_enc: Encoder weights, (F, D).
@@ -107,8 +108,8 @@ class Autoencoder:
     """
 
     name: str
-    hook: str
-    target_hook: str
+    hook_name: str
+    target_hook_name: str
     hook_name_in_files: str | None
     W_enc: np.ndarray
     b_enc: np.ndarray
@@ -140,7 +141,7 @@ class Autoencoder:
         }
 
     def __reduce__(self) -> Any:  # a process that unpickles an autoencoder reads its files again
-        return read_autoencoder, (self.hook, self.name)
+        return read_autoencoder, (self.hook_name, self.name)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class AutoencoderFiles:
             for tensor_name, tensor_values in tensor_by_name.items()
         }
 
-    def supported_setting(self, config: Config, key: str, *supported_values: str) -> str:
+    def supported_setting(self, config: PublishedConfig, key: str, *supported_values: str) -> str:
         """Returns a setting of a configuration after checking that it is supported.
 
         Args:
@@ -229,23 +230,23 @@ class AutoencoderFiles:
         return setting_value
 
 
-def read_autoencoder(hook: str, name: str) -> Autoencoder:
+def read_autoencoder(hook_name: str, name: str) -> Autoencoder:
     """Reads a published autoencoder, in the first of `FORMATS` whose files exist.
 
     Args:
-        hook: The name of the hook to encode; "" for the hook that the files name. If the folder
-            contains a file for each layer, the layer in this name chooses the file.
+        hook_name: The name of the hook to encode; "" for the hook that the files name. If the
+            folder contains a file for each layer, the layer in this name chooses the file.
         name: A folder or a file: a local path, a URL, or ORG/REPO/FOLDER on the hub.
 
     Raises:
         InputError: If a file is missing, damaged or in an unknown format, a weight is NaN or
-            infinite, or neither `hook` nor the files name a hook.
+            infinite, or neither `hook_name` nor the files name a hook.
     """
     repository_path = name.rstrip("/")
     folder_in_repository = ""
-    weights_file = ""
+    weights_file_name = ""
     if repository_path.endswith((".pt", ".safetensors")):
-        repository_path, weights_file = os.path.split(repository_path)
+        repository_path, weights_file_name = os.path.split(repository_path)
     expanded_path = os.path.abspath(os.path.expanduser(repository_path))
     hub_match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", repository_path)
     if os.path.exists(expanded_path):
@@ -253,24 +254,24 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
     elif hub_match:
         repository_path = hub_match[1]
         folder_in_repository = f"{hub_match[2]}/"
-    layer_digits = re.sub(r"\D", "", weights_file) or layer_in_name(hook)
+    layer_digits = re.sub(r"\D", "", weights_file_name) or layer_in_name(hook_name)
     autoencoder_files = AutoencoderFiles(
         name, Repository(repository_path, kind=AUTOENCODER), folder_in_repository, layer_digits
     )
     try:
-        field_values = _read_fields(autoencoder_files, weights_file)
+        field_values = _read_fields(autoencoder_files, weights_file_name)
         _check_shapes(autoencoder_files, field_values)
         _check_finite(autoencoder_files, field_values)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         error_text = f"{type(error).__name__}: {one_line(error):.200}"
         raise autoencoder_files.error(f"cannot be read: {error_text}") from error
-    hook_name_in_files = field_values["hook"]
-    if not hook and not hook_name_in_files:
+    hook_name_in_files = field_values["hook_name"]
+    if not hook_name and not hook_name_in_files:
         raise autoencoder_files.error(f"does not name its hook; give --encode HOOK={name}")
-    if hook:
-        field_values["hook"] = hook
-        if field_values["target_hook"] == hook_name_in_files:
-            field_values["target_hook"] = hook
+    if hook_name:
+        field_values["hook_name"] = hook_name
+        if field_values["target_hook_name"] == hook_name_in_files:
+            field_values["target_hook_name"] = hook_name
     are_weights_bfloat16 = str(field_values.get("dtype", field_values["W_enc"].dtype)).endswith(
         "bfloat16"
     )
@@ -294,12 +295,12 @@ def layer_in_name(hook_name: str) -> str:
     return layer_match[1] if layer_match else ""
 
 
-def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
+def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> Fields:
     """Reads the fields of an Autoencoder, in the first of `FORMATS` whose files exist.
 
     Args:
         files: The files of the autoencoder.
-        weights_file: The name of the file that the user gave; "" if the user gave a folder.
+        weights_file_name: The name of the file that the user gave; "" if the user gave a folder.
 
     Returns:
         Name of a field of `Autoencoder` -> value.
@@ -310,39 +311,37 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
     """
     expected_files_in_words: list[str] = []
     for file_format in FORMATS:
-        weights_file_pattern = file_format.weights_file
-        config_file = file_format.config_file
-        weights_file_of_format = weights_file_pattern.format(files.layer_digits)
-        shown_weights_file = weights_file_pattern.format(files.layer_digits or "N")
+        weights_file_pattern = file_format.weights_file_pattern
+        config_file_name = file_format.config_file_name
+        expected_file_name = weights_file_pattern.format(files.layer_digits)
+        file_name_in_message = weights_file_pattern.format(files.layer_digits or "N")
         expected_files_in_words.append(
-            f"{shown_weights_file} with {config_file}" if config_file else shown_weights_file
+            f"{file_name_in_message} with {config_file_name}"
+            if config_file_name
+            else file_name_in_message
         )
-        if weights_file not in ("", weights_file_of_format):
+        if weights_file_name not in ("", expected_file_name):
             continue
-        has_layer_in_file_name = weights_file_of_format != weights_file_pattern
-        if (has_layer_in_file_name and not files.layer_digits) or not files.has(
-            weights_file_of_format
-        ):
+        has_layer_in_file_name = expected_file_name != weights_file_pattern
+        if (has_layer_in_file_name and not files.layer_digits) or not files.has(expected_file_name):
             continue
-        if config_file is None:
-            return file_format.convert_to_fields(files, {}, files.tensors(weights_file_of_format))
-        if files.has(config_file):
-            config = read_json(files.local_path(config_file))
-            return file_format.convert_to_fields(
-                files, config, files.tensors(weights_file_of_format)
-            )
+        if config_file_name is None:
+            return file_format.convert_to_fields(files, {}, files.tensors(expected_file_name))
+        if files.has(config_file_name):
+            config = read_json(files.local_path(config_file_name))
+            return file_format.convert_to_fields(files, config, files.tensors(expected_file_name))
     if files.has("ae.pt"):
         raise files.error("is an autoencoder of dictionary_learning, whose format is not supported")
     layer_remark = (
         "" if files.layer_digits else f"; N is the layer of HOOK in --encode HOOK={files.name}"
     )
     raise files.error(
-        f"has no {weights_file or 'files'} of a supported format; looked for "
+        f"has no {weights_file_name or 'files'} of a supported format; looked for "
         f"{', '.join(dict.fromkeys(expected_files_in_words))}{layer_remark}"
     )
 
 
-def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
+def qwen_scope(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors) -> Fields:
     """Converts an autoencoder of Qwen-Scope to the formula of `Autoencoder`.
 
     By the README of Qwen-Scope, the features with the k largest values of `pre` (see `Autoencoder`)
@@ -357,8 +356,8 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
     Returns:
         Name of a field of `Autoencoder` -> value.
     """
-    k_match = re.search(r"-L0_(\d+)/", files.path)
-    if k_match is None:
+    l0_match = re.search(r"-L0_(\d+)/", files.path)
+    if l0_match is None:
         raise files.error(
             "the folder must be named as Qwen-Scope's repository, which ends in -L0_K: nothing "
             "else says how many features a token has"
@@ -366,14 +365,14 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
     hook_name = f"blocks.{files.layer_digits}.hook_resid_post"
     return {
         **tensors,
-        "hook": hook_name,
-        "target_hook": hook_name,
-        "k": int(k_match[1]),
+        "hook_name": hook_name,
+        "target_hook_name": hook_name,
+        "k": int(l0_match[1]),
         "uses_relu": False,
     }
 
 
-def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
+def sae_lens(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors) -> Fields:
     """Converts an autoencoder or transcoder of SAELens 6 to the formula of `Autoencoder`.
 
     SAELens has its formulas in sae_lens/saes. Two of its settings are folded into the weights, in
@@ -422,10 +421,10 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     )
     subtracts_b_dec = not is_transcoder and config.get("apply_b_dec_to_input", True)
     if config.get("rescale_acts_by_decoder_norm"):
-        decoder_norm_by_feature = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
-        tensors["W_enc"] = tensors["W_enc"] * decoder_norm_by_feature
-        tensors["b_enc"] = tensors["b_enc"] * decoder_norm_by_feature
-        tensors["W_dec"] = tensors["W_dec"] / decoder_norm_by_feature[:, None]
+        decoder_norms_of_features = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
+        tensors["W_enc"] = tensors["W_enc"] * decoder_norms_of_features
+        tensors["b_enc"] = tensors["b_enc"] * decoder_norms_of_features
+        tensors["W_dec"] = tensors["W_dec"] / decoder_norms_of_features[:, None]
     if normalisation in foldable_normalisations:
         if is_transcoder:
             raise files.error(
@@ -440,8 +439,8 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
         **tensors,
         "threshold": tensors["threshold"] if "jumprelu" in architecture else None,
         "W_skip": tensors["W_skip"] if "skip" in architecture else None,
-        "hook": hook_name,
-        "target_hook": (sae_metadata["hook_name_out"] or "") if is_transcoder else hook_name,
+        "hook_name": hook_name,
+        "target_hook_name": (sae_metadata["hook_name_out"] or "") if is_transcoder else hook_name,
         "k": config["k"] if architecture == "topk" else None,
         "subtracts_b_dec": subtracts_b_dec,
         "normalisation": normalisation,
@@ -521,7 +520,7 @@ def _fold_normalisation(
         }
 
 
-def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
+def sparsify(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors) -> Fields:
     """Converts an autoencoder or transcoder of sparsify to the formula of `Autoencoder`.
 
     EleutherAI's sparsify has its formula in sparse_coder.py. The features with the k largest values
@@ -549,14 +548,14 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     output_hook_name = f"model.{module_folder_match[1]}.output" if module_folder_match else ""
     return {
         **tensors,
-        "hook": input_hook_name if is_transcoder else output_hook_name,
-        "target_hook": output_hook_name,
+        "hook_name": input_hook_name if is_transcoder else output_hook_name,
+        "target_hook_name": output_hook_name,
         "k": config["k"],
         "subtracts_b_dec": not is_transcoder,
     }
 
 
-def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
+def llamascopium(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors) -> Fields:
     """Converts an autoencoder or transcoder of Llamascopium to the formula of `Autoencoder`.
 
     Llamascopium was formerly called lm_saes. It has its formula in models/sae.py.
@@ -573,10 +572,12 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
     activation_function_name = files.supported_setting(config, "act_fn", "relu", "jumprelu", "topk")
     input_hook_name = config["hook_point_in"]
     output_hook_name = config["hook_point_out"]
-    supported_norms = ["dataset-wise", "inference"]
+    supported_normalisations = ["dataset-wise", "inference"]
     if input_hook_name == output_hook_name:
-        supported_norms.append("token-wise")
-    norm_setting = files.supported_setting(config, "norm_activation", *supported_norms)
+        supported_normalisations.append("token-wise")
+    normalisation_setting = files.supported_setting(
+        config, "norm_activation", *supported_normalisations
+    )
     average_norm_by_hook = {}
     for tensor_name in list(tensors):
         if tensor_name.startswith(AVERAGE_NORM_PREFIX):
@@ -593,7 +594,7 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
         tensors["b_dec"] = np.zeros(output_width, np.float32)
     # With this setting, training scales the activations at the input hook and at the output hook to
     # an average norm of sqrt(output_width). The factors are folded into the weights.
-    if norm_setting == "dataset-wise":
+    if normalisation_setting == "dataset-wise":
         input_norm_factor = np.float32(
             output_width**0.5 / average_norm_by_hook[input_hook_name].item()
         )
@@ -605,15 +606,17 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
         tensors["b_dec"] = tensors["b_dec"] / output_norm_factor
     return {
         **tensors,
-        "hook": input_hook_name,
-        "target_hook": output_hook_name,
+        "hook_name": input_hook_name,
+        "target_hook_name": output_hook_name,
         "k": config["top_k"] if activation_function_name == "topk" else None,
-        "normalisation": "constant_norm_rescale" if norm_setting == "token-wise" else "none",
+        "normalisation": "constant_norm_rescale"
+        if normalisation_setting == "token-wise"
+        else "none",
         "dtype": weights_dtype,
     }
 
 
-def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
+def circuit_tracer(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors) -> Fields:
     """Converts a transcoder of circuit-tracer for a single layer to the formula of `Autoencoder`.
 
     The transcoder is computed in float32, with JumpReLU if it has thresholds, otherwise with ReLU.
@@ -635,8 +638,9 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
     return {
         **tensors,
         "uses_relu": "threshold" not in tensors,
-        "hook": hook_name_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
-        "target_hook": hook_name_prefix + yaml_config.get("feature_output_hook", "hook_mlp_out"),
+        "hook_name": hook_name_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
+        "target_hook_name": hook_name_prefix
+        + yaml_config.get("feature_output_hook", "hook_mlp_out"),
         "dtype": "float32",
     }
 
@@ -649,14 +653,14 @@ class Format(NamedTuple):
             are the files, the content of the configuration file ({} if there is no such file), and
             the tensors of the weights file. It returns the fields of an `Autoencoder`: name of a
             field -> value.
-        config_file: The name of the configuration file; None if the format has none.
-        weights_file: The name of the file with the tensors. "{}" in the name stands for the number
-            of the layer; a name without "{}" is the same for all layers.
+        config_file_name: The name of the configuration file; None if the format has none.
+        weights_file_pattern: The name of the file with the tensors. "{}" in the name stands for the
+            number of the layer; a name without "{}" is the same for all layers.
     """
 
-    convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
-    config_file: str | None
-    weights_file: str
+    convert_to_fields: Callable[[AutoencoderFiles, PublishedConfig, Tensors], Fields]
+    config_file_name: str | None
+    weights_file_pattern: str
 
 
 FORMATS = (
@@ -733,16 +737,18 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
         if not isinstance(field_array, np.ndarray):
             continue
         rows_at_once = max(VALUES_AT_ONCE // max(field_array[:1].size, 1), 1)
-        for first_row in range(0, len(field_array), rows_at_once):
+        for first_row_index in range(0, len(field_array), rows_at_once):
             with np.errstate(over="ignore"):
-                row_block = field_array[first_row : first_row + rows_at_once].astype(np.float32)
+                row_block = field_array[first_row_index : first_row_index + rows_at_once].astype(
+                    np.float32
+                )
             bad_weight_indices = np.argwhere(~np.isfinite(row_block))
             if len(bad_weight_indices):
                 bad_weight_index = bad_weight_indices[0]
                 bad_weight = row_block[tuple(bad_weight_index)]
-                bad_weight_index[0] += first_row
-                shown_index = ", ".join(map(str, bad_weight_index))
+                bad_weight_index[0] += first_row_index
+                index_text = ", ".join(map(str, bad_weight_index))
                 raise files.error(
-                    f"{field_name}[{shown_index}] is {bad_weight}: weights must be finite numbers; "
+                    f"{field_name}[{index_text}] is {bad_weight}: weights must be finite numbers; "
                     "the files are damaged, or the training has diverged"
                 )

@@ -43,22 +43,23 @@ class Plan(NamedTuple):
 
     Attributes:
         kinds: The kinds, in the order in which a layer computes them.
-        slots_by_kind: For each kind, its slots in the buffer of its vector type, int32. The shape
+        slots_of_kinds: For each kind, its slots in the buffer of its vector type, int32. The shape
             is (layers,) for a loop over layers, (stages, layers of a stage) for a pipeline, and ()
             for a single layer.
     """
 
     kinds: tuple[HookKind, ...]
-    slots_by_kind: tuple[Any, ...]
+    slots_of_kinds: tuple[Any, ...]
 
-    def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
+    def with_slots(self, slots_of_kinds: tuple[Any, ...]) -> "Plan":
         """Returns a plan for the same kinds of hooks in other layers, for example in one stage.
 
         Args:
-            slots_by_kind: For each kind, the indices of its hooks in these layers in the buffer of
-                the kind's vector type, int32. `Plan.slots_by_kind` describes the shapes.
+            slots_of_kinds: For each kind, the slots to which the other layers write its values,
+                int32. A slot is an index of the first axis of a buffer. `Plan.slots_of_kinds`
+                describes the shapes.
         """
-        return self._replace(slots_by_kind=slots_by_kind)
+        return self._replace(slots_of_kinds=slots_of_kinds)
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,20 @@ class Capture:
 
     Attributes:
         hooks: The hooks, in the order in which they are computed.
-        size_of_axis_letter: Letter of an axis -> its size, for all letters of `HookKind.letters`.
+        size_by_axis_letter: Letter of an axis -> its size, for all letters in
+            `HookKind.axis_letters`.
         dtype: The dtype of activations. Some kinds of hooks have a dtype of their own.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     hooks: tuple[Hook, ...]
-    size_of_axis_letter: Mapping[str, int]
+    size_by_axis_letter: Mapping[str, int]
     dtype: Any
     layout: Layout
 
     def vector_type(self, kind: HookKind) -> VectorType:
         """Returns the width and the dtype of the values at a kind of hook."""
-        return kind.vector_type(self.size_of_axis_letter, self.dtype)
+        return kind.vector_type(self.size_by_axis_letter, self.dtype)
 
     def hooks_by_type(self) -> dict[VectorType, list[Hook]]:
         """Groups the hooks by their vector type, which is a width and a dtype.
@@ -116,7 +118,7 @@ class Capture:
         }
         hooks_by_type = self.hooks_by_type()
         kind_indices_in_table = sorted(kind_by_table_index)
-        slots_by_kind = []
+        slots_of_kinds = []
         for kind_index_in_table in kind_indices_in_table:
             hook_sort_keys = [
                 (hook.layer, hook.kind_index_in_table)
@@ -125,22 +127,22 @@ class Capture:
                 ]
                 if hook.layer >= layers.start
             ]
-            slot_by_layer = [
+            slots_of_layers = [
                 sum(
                     hook_sort_key < (layer, kind_index_in_table) for hook_sort_key in hook_sort_keys
                 )
                 for layer in layers
             ]
-            slots_by_kind.append(np.array(slot_by_layer, np.int32))
+            slots_of_kinds.append(np.array(slots_of_layers, np.int32))
         return Plan(
             tuple(
                 kind_by_table_index[kind_index_in_table]
                 for kind_index_in_table in kind_indices_in_table
             ),
-            tuple(slots_by_kind),
+            tuple(slots_of_kinds),
         )
 
-    def plan_stages(self, stages: int, length: int) -> Plan:
+    def plan_stages(self, stages: int, layers_per_stage: int) -> Plan:
         """Plans the slots of the buffers for a pipeline, in which each stage has its own buffers.
 
         Each hook of a stage has a slot: the index at which its values are stored, on the first axis
@@ -148,20 +150,20 @@ class Capture:
 
         Args:
             stages: The number of stages.
-            length: The number of layers in a stage.
+            layers_per_stage: The number of layers in each stage.
 
         Returns:
             The plan, in which the array of the slots of each kind has the shape (stages, layers of
             a stage).
         """
-        first_layer_by_stage = range(0, stages * length, length)
+        first_layers_of_stages = range(0, stages * layers_per_stage, layers_per_stage)
         stage_plans = [
-            self.plan(range(first_layer, first_layer + length))
-            for first_layer in first_layer_by_stage
+            self.plan(range(first_layer, first_layer + layers_per_stage))
+            for first_layer in first_layers_of_stages
         ]
-        slots_by_kind = zip(*(plan.slots_by_kind for plan in stage_plans), strict=True)
+        slots_of_kinds = zip(*(plan.slots_of_kinds for plan in stage_plans), strict=True)
         return stage_plans[0].with_slots(
-            tuple(np.stack(kind_slots) for kind_slots in slots_by_kind)
+            tuple(np.stack(kind_slots) for kind_slots in slots_of_kinds)
         )
 
     def plan_end(self) -> Plan:
@@ -196,7 +198,7 @@ class Capture:
         """
         slot_count_by_vector_type: dict[VectorType, int] = {}
         for plan in plans:
-            for hook_kind, kind_slots in zip(plan.kinds, plan.slots_by_kind, strict=True):
+            for hook_kind, kind_slots in zip(plan.kinds, plan.slots_of_kinds, strict=True):
                 vector_type_of_kind = self.vector_type(hook_kind)
                 slot_count_by_vector_type[vector_type_of_kind] = max(
                     slot_count_by_vector_type.get(vector_type_of_kind, 0), kind_slots.max() + 1
@@ -208,15 +210,18 @@ class Capture:
             if stages > 1:
                 buffer_shape = [stages, *buffer_shape]
                 buffer_axes = ["stage", "slots", "micro_batch", *CAPTURED_AXES]
-            zero_bits = _unsigned(jnp.zeros(buffer_shape, vector_type.dtype))
-            buffer_by_vector_type[vector_type] = self.layout.constrain(zero_bits, *buffer_axes)
+            zeros_as_integers = _unsigned(jnp.zeros(buffer_shape, vector_type.dtype))
+            buffer_by_vector_type[vector_type] = self.layout.constrain(
+                zeros_as_integers, *buffer_axes
+            )
         return buffer_by_vector_type
 
     def bits_of(self, kinds: Iterable[HookKind], intermediates: dict[str, Any]) -> list[Array]:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.
 
-        For a kind that this type of layer does not compute, the values are zeros. `plan` makes sure
-        that these zeros are overwritten or ignored.
+        A layer does not compute the kinds of hooks that only exist in layers of other types. For
+        these kinds, the values are zeros. `plan` makes sure that these zeros are overwritten or
+        ignored.
 
         Args:
             kinds: The kinds of hooks.
@@ -224,10 +229,11 @@ class Capture:
                 intermediate `resid_pre`, which every layer has, determines B and T.
 
         Returns:
-            A list with an array for each kind: the bits of its values, (B, T, width).
+            A list with an array for each kind: its values as unsigned integers with the same bits,
+            (B, T, width).
         """
         row_and_token_counts = intermediates["resid_pre"].shape[:2]
-        bits_by_kind = []
+        value_bits_of_kinds = []
         for hook_kind in kinds:
             vector_type_of_kind = self.vector_type(hook_kind)
             x = intermediate(intermediates, hook_kind.intermediate_path)
@@ -236,14 +242,14 @@ class Capture:
                     (*row_and_token_counts, vector_type_of_kind.width), vector_type_of_kind.dtype
                 )
             x = x.reshape(*row_and_token_counts, -1).astype(vector_type_of_kind.dtype)
-            bits_by_kind.append(_unsigned(x))
-        return bits_by_kind
+            value_bits_of_kinds.append(_unsigned(x))
+        return value_bits_of_kinds
 
     def write(
         self,
         buffers: Buffers,
         plan: Plan,
-        bits_by_kind: Iterable[Array],
+        value_bits_of_kinds: Iterable[Array],
         micro_batch: Array | None = None,
     ) -> Buffers:
         """Writes the values that one layer computes at its hooks to the buffers.
@@ -252,8 +258,9 @@ class Capture:
             buffers: The buffers; in a pipeline, the buffers of one stage.
             plan: The plan for this layer alone. It has one slot for each kind: the index on the
                 first axis of the buffer at which the layer's values of this kind are written.
-            bits_by_kind: An array for each kind of hook, in the order of `plan.kinds`: the values
-                as unsigned integers with the same bits, (B, T, width), as `bits_of` returns them.
+            value_bits_of_kinds: An array for each kind of hook, in the order of `plan.kinds`: the
+                values as unsigned integers with the same bits, (B, T, width), as `bits_of` returns
+                them.
             micro_batch: The number of the micro-batch in a pipeline, () int32, which is the index
                 on the second axis of the buffer; None without a pipeline.
 
@@ -261,18 +268,18 @@ class Capture:
             The buffers, which now contain these values.
         """
         buffers = dict(buffers)
-        for hook_kind, slot_of_kind, bits_of_kind in zip(
-            plan.kinds, plan.slots_by_kind, bits_by_kind, strict=True
+        for hook_kind, slot_of_kind, value_bits_of_kind in zip(
+            plan.kinds, plan.slots_of_kinds, value_bits_of_kinds, strict=True
         ):
             vector_type_of_kind = self.vector_type(hook_kind)
-            bits_of_kind = self.layout.constrain(bits_of_kind, *CAPTURED_AXES)
+            value_bits_of_kind = self.layout.constrain(value_bits_of_kind, *CAPTURED_AXES)
             buffer_index = (slot_of_kind,) if micro_batch is None else (slot_of_kind, micro_batch)
-            bits_with_buffer_axes = bits_of_kind.reshape(
-                *[1] * len(buffer_index), *bits_of_kind.shape
+            value_bits_with_buffer_axes = value_bits_of_kind.reshape(
+                *[1] * len(buffer_index), *value_bits_of_kind.shape
             )
             buffer_of_type = buffers[vector_type_of_kind]
             buffers[vector_type_of_kind] = lax.dynamic_update_slice(
-                buffer_of_type, bits_with_buffer_axes, (*buffer_index, 0, 0, 0)
+                buffer_of_type, value_bits_with_buffer_axes, (*buffer_index, 0, 0, 0)
             )
         return buffers
 
@@ -288,9 +295,9 @@ class Capture:
         """
         values_by_vector_type = {}
         for vector_type, hooks_of_type in self.hooks_by_type().items():
-            bits_of_type = buffers[vector_type][: len(hooks_of_type)]
+            value_bits_of_type = buffers[vector_type][: len(hooks_of_type)]
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                bits_of_type, vector_type.dtype
+                value_bits_of_type, vector_type.dtype
             )
         return values_by_vector_type
 
@@ -298,47 +305,53 @@ class Capture:
         self,
         buffers: Buffers,
         rows: int,
-        length: int,
-        bits_by_kind_after_layers: Mapping[HookKind, Array],
+        layers_per_stage: int,
+        value_bits_by_kind_after_layers: Mapping[HookKind, Array],
     ) -> dict[VectorType, Array]:
         """Returns the values at all hooks after all stages of a pipeline have run their layers.
 
         Args:
             buffers: The buffers of all stages, to which all layers have written.
             rows: The number of rows of all micro-batches together.
-            length: The number of layers in a stage.
-            bits_by_kind_after_layers: Kind of hook after the last layer -> the bits of its values,
-                (rows, T, width).
+            layers_per_stage: The number of layers in each stage.
+            value_bits_by_kind_after_layers: Kind of hook after the last layer -> its values as
+                unsigned integers with the same bits, (rows, T, width).
 
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
         """
         values_by_vector_type = {}
         for vector_type, hooks_of_type in self.hooks_by_type().items():
-            bit_arrays_to_join = []
+            value_bits_to_join = []
             stage_numbers_of_hooks = [
-                hook.layer // length for hook in hooks_of_type if not hook.kind.is_after_layers
+                hook.layer // layers_per_stage
+                for hook in hooks_of_type
+                if not hook.kind.is_after_layers
             ]
             if stage_numbers_of_hooks:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
-                # of the batch. So the axis of micro-batches must come after the axis of their rows
-                # before the two axes become one.
-                stage_bits = buffers[vector_type].swapaxes(2, 3)
-                stage_bits = stage_bits.reshape(*stage_bits.shape[:2], rows, *stage_bits.shape[-2:])
-                stage_bits = self.layout.constrain(stage_bits, "stages", "slots", *LEAVING_AXES)
-                hook_counts_by_stage = np.bincount(stage_numbers_of_hooks)
-                bit_arrays_to_join = [
-                    stage_bits[stage_number, :hook_count]
-                    for stage_number, hook_count in enumerate(hook_counts_by_stage)
+                # of the batch. The axis of micro-batches and the axis of their rows are swapped, so
+                # that merging the two axes restores the order of the rows in the batch.
+                value_bits_of_stages = buffers[vector_type].swapaxes(2, 3)
+                value_bits_of_stages = value_bits_of_stages.reshape(
+                    *value_bits_of_stages.shape[:2], rows, *value_bits_of_stages.shape[-2:]
+                )
+                value_bits_of_stages = self.layout.constrain(
+                    value_bits_of_stages, "stages", "slots", *LEAVING_AXES
+                )
+                hook_counts_of_stages = np.bincount(stage_numbers_of_hooks)
+                value_bits_to_join = [
+                    value_bits_of_stages[stage_number, :hook_count]
+                    for stage_number, hook_count in enumerate(hook_counts_of_stages)
                 ]
             for hook in hooks_of_type:
                 if hook.kind.is_after_layers:
                     value_bits = self.layout.constrain(
-                        bits_by_kind_after_layers[hook.kind], *LEAVING_AXES
+                        value_bits_by_kind_after_layers[hook.kind], *LEAVING_AXES
                     )
-                    bit_arrays_to_join.append(value_bits[None])
+                    value_bits_to_join.append(value_bits[None])
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                jnp.concatenate(bit_arrays_to_join), vector_type.dtype
+                jnp.concatenate(value_bits_to_join), vector_type.dtype
             )
         return values_by_vector_type
 

@@ -139,8 +139,9 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
     """Watches compilations in a `with` block, and logs JAX's warnings about the cache after it.
 
     Yields:
-        A function without arguments. It returns whether the cache contained a program that was
-        compiled in the block.
+        A function without arguments, which can be called in the block and after it. It returns
+        whether JAX has loaded a program of the block from its persistent compilation cache instead
+        of compiling it.
     """
     reported_event_names = set[str]()
 

@@ -106,8 +106,8 @@ class Decoder:
         zero_token_array = jnp.zeros((1, 1), jnp.int32)
         module_dtype = self.module_by_type[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
-        has_window_by_layer = self.config.sliding(range(1))
-        has_window = None if has_window_by_layer is None else has_window_by_layer[0]
+        has_window_of_each_layer = self.config.sliding(range(1))
+        has_window = None if has_window_of_each_layer is None else has_window_of_each_layer[0]
         return x, rotary_table(zero_token_array, self.config), zero_token_array, has_window
 
     def stacked(self, params: Any) -> StackedLayers:
@@ -178,7 +178,7 @@ class Decoder:
         Returns:
             The carry after the last layer.
         """
-        params_of_layers, has_window_by_layer = layers
+        params_of_layers, has_window_of_each_layer = layers
         layer_types = self.config.layer_types[: self._count(params_of_layers)]
         params_by_type = (
             params_of_layers if self.has_several_types else {layer_types[0]: params_of_layers}
@@ -188,12 +188,12 @@ class Decoder:
             layer_type: self._separate(layer_type, stacked_params)
             for layer_type, stacked_params in params_by_type.items()
         }
-        # For each layer, the index of its type in `sorted_type_names`, and its row in the stacks of
-        # the type.
-        type_number_by_layer = np.array(
+        # For each layer, the index of its type in `sorted_type_names`, and its index in the stacks
+        # of the type.
+        type_numbers_of_layers = np.array(
             [sorted_type_names.index(layer_type) for layer_type in layer_types], np.int32
         )
-        stack_row_by_layer = np.array(
+        indices_in_stacks_of_layers = np.array(
             [layer_types[:layer].count(layer_type) for layer, layer_type in enumerate(layer_types)],
             np.int32,
         )
@@ -202,22 +202,22 @@ class Decoder:
         params_of_only_type = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            type_number, stack_row, layer_params, has_window, input_of_body = loop_element
+            type_number, index_in_stack, layer_params, has_window, input_of_body = loop_element
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
                 stack_read_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
                 unstacked_params = layer_params
                 if unstacked_params is None:
-                    take_row_of_stack = partial(
-                        jax.lax.dynamic_index_in_dim, index=stack_row, keepdims=False
+                    take_layer_from_stack = partial(
+                        jax.lax.dynamic_index_in_dim, index=index_in_stack, keepdims=False
                     )
-                    unstacked_params = jax.tree.map(take_row_of_stack, copied_stacks)
-                stack_and_row_by_path = {
-                    parameter_path: (stack, stack_row)
+                    unstacked_params = jax.tree.map(take_layer_from_stack, copied_stacks)
+                stack_and_index_by_path = {
+                    parameter_path: (stack, index_in_stack)
                     for parameter_path, stack in stack_read_in_place_by_path.items()
                 }
                 apply_layer = self._apply(
-                    layer_type, unstacked_params, has_window, keep, stack_and_row_by_path
+                    layer_type, unstacked_params, has_window, keep, stack_and_index_by_path
                 )
                 return few_rows_at_once(apply_layer, self.module_by_type[layer_type])(*inputs)
 
@@ -228,10 +228,10 @@ class Decoder:
             return body(apply_layer, carry, input_of_body), None
 
         arrays_with_layer_axis = (
-            type_number_by_layer,
-            stack_row_by_layer,
+            type_numbers_of_layers,
+            indices_in_stacks_of_layers,
             params_of_only_type,
-            has_window_by_layer,
+            has_window_of_each_layer,
             per_layer,
         )
         carry, _ = jax.lax.scan(step, carry, arrays_with_layer_axis)
@@ -285,7 +285,7 @@ class Decoder:
                 without windows.
             keep: A function that maps the intermediates of the layer to the arrays to return.
             in_place: Path of a parameter that is read in place -> (its stack for all layers of the
-                type, the row of the layer in this stack).
+                type, the index of the layer on the first axis of this stack).
 
         Returns:
             A function that maps (x, rotary, segment_ids) to the residual stream after the layer and
@@ -337,16 +337,18 @@ def stage_length(types: Sequence[str], stages: int) -> int:
     All stages run the same program, so the types of their layers must come in the same sequence. If
     the layers do not fill the last stages, layers of zeros are appended to the model.
 
-    The result is the smallest length with which all stages have the same sequence of types. Larger
-    lengths may leave some stages without layers, so only lengths that need as many stages as the
-    smallest possible length are considered.
+    The result is the smallest number of layers per stage with which all stages have the same
+    sequence of types, and with which no more stages than necessary lack layers of the model. With L
+    layers and S stages, a stage needs at least ceil(L / S) layers. With n layers per stage,
+    ceil(L / n) stages contain layers of the model. So n is only considered if ceil(L / n) equals
+    ceil(L / ceil(L / S)).
 
     Args:
         types: The type of each layer that runs.
         stages: The number of stages.
 
     Raises:
-        InputError: If there is no such length.
+        InputError: If no number of layers per stage meets these conditions.
     """
     layer_count = len(types)
     min_layers_per_stage = -(-layer_count // stages)
@@ -363,11 +365,13 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         f"{len([*consecutive_equal_types])} {layer_type}"
         for layer_type, consecutive_equal_types in groupby(types)
     ]
-    shown_types = ", ".join(type_count_texts[:6]) + (", ..." if len(type_count_texts) > 6 else "")
+    layer_types_in_words = ", ".join(type_count_texts[:6]) + (
+        ", ..." if len(type_count_texts) > 6 else ""
+    )
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
-        f"to {layer_count - 1} are {shown_types}; choose another number of stages, or a mesh "
-        "without the axis pipeline"
+        f"to {layer_count - 1} are {layer_types_in_words}; choose another number of stages, or a "
+        "mesh without the axis pipeline"
     )
 
 
@@ -450,12 +454,12 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
         if rows_per_pass == row_count:
             return layer(x, rotary, segment_ids)
         layer_inputs = to_bits(x), rotary, segment_ids
-        inputs_by_pass = jax.tree.map(
+        inputs_of_passes = jax.tree.map(
             lambda array: array.reshape(-1, rows_per_pass, *array.shape[1:]), layer_inputs
         )
-        results_by_pass = jax.lax.map(run_rows, inputs_by_pass)
+        results_of_passes = jax.lax.map(run_rows, inputs_of_passes)
         x_bits, other_results = jax.tree.map(
-            lambda array: array.reshape(-1, *array.shape[2:]), results_by_pass
+            lambda array: array.reshape(-1, *array.shape[2:]), results_of_passes
         )
         return from_bits(x_bits, module.dtype), other_results
 

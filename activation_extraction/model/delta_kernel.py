@@ -70,7 +70,7 @@ def pallas_delta_rule(
         interpret: Whether Pallas interprets the kernel, for tests without a TPU.
 
     Returns:
-        The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRule`.
+        The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRuleFunction`.
     """
     row_count, row_length, key_head_count, value_heads_per_key, value_size = v.shape
     key_size = k.shape[-1]
@@ -156,7 +156,9 @@ def _compute_block(
         q
     )  # shape (2C, 1); C is the number of tokens of a chunk
     k_scale = inverse_length(k)  # shape (2C, 1)
-    k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # (1, 2C)
+    # k_scale as a row, (1, 2C). SUBLANES copies of the column are transposed, so that the result
+    # fills a register. Its SUBLANES rows are equal, and the first one is used.
+    k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]
     # The products of every two keys of a chunk, with the two chunks of the block side by side,
     # (C, 2C). `query_key_products` are the products of every query and every key of a chunk.
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
@@ -166,63 +168,65 @@ def _compute_block(
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)
     head_count, _, value_size = v_ref.shape
     # The following lists have one element for each value head. An element of
-    # `decays_since_chunk_begin_by_head` is a list of two arrays, one for each chunk.
-    inverse_matrix_by_head = []
-    output_factors_by_head = []
-    decays_since_chunk_begin_by_head = []
-    decays_until_chunk_end_by_head = []
+    # `decays_since_chunk_begin_of_heads` is a list of two arrays, one for each chunk.
+    inverse_matrices_of_heads = []
+    output_factors_of_heads = []
+    decays_since_chunk_begin_of_heads = []
+    decays_until_chunk_end_of_heads = []
     for head_number in range(head_count):
         decay_between_tokens, decays_since_chunk_begin = _decays(log_decays[:, head_number, None])
         scaled_betas = _side_by_side(betas[:, head_number, None] * k_scale)
-        inverse_matrix_by_head.append(_inverse(scaled_betas * key_products * decay_between_tokens))
-        output_factors_by_head.append(query_key_products * decay_between_tokens)
-        decays_since_chunk_begin_by_head.append(decays_since_chunk_begin)
+        inverse_matrices_of_heads.append(
+            _inverse(scaled_betas * key_products * decay_between_tokens)
+        )
+        output_factors_of_heads.append(query_key_products * decay_between_tokens)
+        decays_since_chunk_begin_of_heads.append(decays_since_chunk_begin)
         decay_until_chunk_end = decay_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
-        decays_until_chunk_end_by_head.append(k_scale * decay_until_chunk_end)
+        decays_until_chunk_end_of_heads.append(k_scale * decay_until_chunk_end)
     for chunk_number in (0, 1):
         token_slice = slice(chunk_number * CHUNK, (chunk_number + 1) * CHUNK)
-        chunk_decays_by_head = [
-            head_decays[chunk_number] for head_decays in decays_since_chunk_begin_by_head
+        chunk_decays_of_heads = [
+            head_decays[chunk_number] for head_decays in decays_since_chunk_begin_of_heads
         ]
         keys_and_queries = jnp.concatenate([k[token_slice], q[token_slice]])
         products_with_state = _product("CD,DU->CU", keys_and_queries, state[...])
         key_state_products, query_state_products = jnp.split(products_with_state, 2)
-        key_state_products_by_head = jnp.split(
+        key_state_products_of_heads = jnp.split(
             k_scale[token_slice] * key_state_products, head_count, axis=1
         )
-        query_state_products_by_head = jnp.split(
+        query_state_products_of_heads = jnp.split(
             q_scale[token_slice] * query_state_products, head_count, axis=1
         )
-        added_vectors_by_head = []
+        added_vectors_of_heads = []
         for head_number in range(head_count):
             values = v_ref[head_number, token_slice].astype(jnp.float32)
             values_in_state = (
-                chunk_decays_by_head[head_number] * key_state_products_by_head[head_number]
+                chunk_decays_of_heads[head_number] * key_state_products_of_heads[head_number]
             )
             right_hand_side = (values - values_in_state) * betas[token_slice, head_number, None]
             added_vectors = _product(
-                "IJ,JU->IU", inverse_matrix_by_head[head_number][:, token_slice], right_hand_side
+                "IJ,JU->IU", inverse_matrices_of_heads[head_number][:, token_slice], right_hand_side
             )
-            added_vectors_by_head.append(added_vectors)
+            added_vectors_of_heads.append(added_vectors)
             head_output = (
-                chunk_decays_by_head[head_number] * query_state_products_by_head[head_number]
+                chunk_decays_of_heads[head_number] * query_state_products_of_heads[head_number]
             )
             head_output += _product(
-                "IJ,JU->IU", output_factors_by_head[head_number][:, token_slice], added_vectors
+                "IJ,JU->IU", output_factors_of_heads[head_number][:, token_slice], added_vectors
             )
             out_ref[head_number, token_slice] = head_output.astype(out_ref.dtype)
-        state_decays_by_head = [
-            jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays_by_head
+        state_decays_of_heads = [
+            jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays_of_heads
         ]
-        decayed_vectors_by_head = [
-            decays_until_chunk_end_by_head[head_number][token_slice]
-            * added_vectors_by_head[head_number]
+        decayed_vectors_of_heads = [
+            decays_until_chunk_end_of_heads[head_number][token_slice]
+            * added_vectors_of_heads[head_number]
             for head_number in range(head_count)
         ]
         state_update = _product(
-            "CD,CU->DU", k[token_slice], jnp.concatenate(decayed_vectors_by_head, axis=1)
+            "CD,CU->DU", k[token_slice], jnp.concatenate(decayed_vectors_of_heads, axis=1)
         )
-        state[...] = jnp.concatenate(state_decays_by_head, axis=1) * state[...] + state_update
+        state[...] = jnp.concatenate(state_decays_of_heads, axis=1) * state[...] + state_update
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:
@@ -295,7 +299,7 @@ def _indices() -> tuple[Array, Array, Array]:
 
 
 def _side_by_side(x: Array) -> Array:
-    """Puts the rows of the second chunk of a block beside the rows of the first chunk.
+    """Puts the values of the two chunks of a block side by side in one array.
 
     A block is two chunks of tokens, which are computed together.
 
@@ -305,8 +309,10 @@ def _side_by_side(x: Array) -> Array:
         x: A value for each pair of the block's tokens, (2C, 2C), or for each token, (2C, 1).
 
     Returns:
-        The values side by side, (C, 2C). Values of pairs of tokens in different chunks are dropped.
-        The value of a single token is repeated in all columns of its chunk.
+        The values, (C, 2C). Columns 0 to C - 1 belong to the first chunk, and the other columns to
+        the second chunk. For pairs of tokens, these columns contain x[:C, :C] and x[C:, C:]; values
+        of pairs of tokens in different chunks are dropped. For single tokens, each column of the
+        first chunk is x[:C], and each column of the second chunk is x[C:].
     """
     _, _, matrix_start_columns = _indices()
     return jnp.where(matrix_start_columns == 0, x[:CHUNK], x[CHUNK:])
@@ -376,14 +382,14 @@ def _inverse(matrices: Array) -> Array:
             row_indices > column_indices
         )
         elimination_factors = jnp.where(is_in_eliminated_column, matrices, 0)
-        first_matrix_factors = jnp.sum(
+        factors_of_first_matrix = jnp.sum(
             jnp.where(matrix_start_columns == 0, elimination_factors, 0), axis=1, keepdims=True
         )
-        second_matrix_factors = jnp.sum(
+        factors_of_second_matrix = jnp.sum(
             jnp.where(matrix_start_columns == 0, 0, elimination_factors), axis=1, keepdims=True
         )
         row_factors = jnp.where(
-            matrix_start_columns == 0, first_matrix_factors, second_matrix_factors
+            matrix_start_columns == 0, factors_of_first_matrix, factors_of_second_matrix
         )
         inverse_matrices -= row_factors * _repeat_row(inverse_matrices, column_offset)
     block_size = SUBLANES
@@ -402,8 +408,7 @@ def _inverse(matrices: Array) -> Array:
         )
         # The even and the odd block of each pair, (pairs, 1, block_size, 2C) each.
         even_and_odd_blocks = [
-            half_of_rows.reshape(-1, 1, block_size, TWO_CHUNKS)
-            for half_of_rows in (even_blocks, odd_blocks)
+            blocks.reshape(-1, 1, block_size, TWO_CHUNKS) for blocks in (even_blocks, odd_blocks)
         ]
         inverse_matrices = jnp.concatenate(even_and_odd_blocks, axis=1).reshape(CHUNK, TWO_CHUNKS)
         block_size *= 2

@@ -59,7 +59,7 @@ VALUE_AXES = *KEY_AXES, "head_dim"  # logical axes of values
 #                and the segments of a row have different numbers. Padding comes last, with the
 #                number 0.
 # The outputs of padding are meaningless.
-DeltaRule = Callable[[Array, Array, Array, Array, Array, Array], Array]
+DeltaRuleFunction = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 
 class GatedDeltaNet(nn.Module):
@@ -78,7 +78,7 @@ class GatedDeltaNet(nn.Module):
 
     config: ModelConfig
     dtype: Any
-    compute_delta_rule: DeltaRule
+    compute_delta_rule: DeltaRuleFunction
     layout: Layout
 
     def setup(self) -> None:
@@ -91,6 +91,8 @@ class GatedDeltaNet(nn.Module):
         self.conv1d_v = make_weight("JGZIW")
         self.A_log = parameter(self, "A_log", "JG")
         self.dt_bias = parameter(self, "dt_bias", "JG")
+        # The weight of the norm. The attribute must be called `norm`, because this is the name in
+        # checkpoints.
         self.norm = make_weight("Z")
         # The weight has one axis O for all values, because TPUs would copy a weight of the shape
         # (D, J, G, Z) in each step.
@@ -107,7 +109,7 @@ class GatedDeltaNet(nn.Module):
             The output, (B, T, D), which is added to the residual stream.
             The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
-        intermediates = self._rule_inputs(x, segment_ids)
+        intermediates = self._intermediates_before_rule(x, segment_ids)
         q, k, v = intermediates["q"], intermediates["k"], intermediates["v"]
         rule_inputs = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
         rule_input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
@@ -129,7 +131,7 @@ class GatedDeltaNet(nn.Module):
         )
         return intermediates["out"], intermediates
 
-    def _rule_inputs(self, x: Array, segment_ids: Array) -> Intermediates:
+    def _intermediates_before_rule(self, x: Array, segment_ids: Array) -> Intermediates:
         """Computes the inputs of the gated delta rule, and of the gate that follows the rule.
 
         Args:
@@ -240,7 +242,7 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     Letters: K key heads, G value heads of each key head, U value size.
 
     Args:
-        *arrays: The arguments of a `DeltaRule` in its order: q, k, v, log_decay, beta and
+        *arrays: The arguments of a `DeltaRuleFunction` in its order: q, k, v, log_decay, beta and
             segment_ids.
 
     Returns:
@@ -282,7 +284,7 @@ def gated_delta_rule(
         segment_ids: The segment of each token, (B, T) int32; 0 for padding.
 
     Returns:
-        The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRule`.
+        The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRuleFunction`.
     """
     output_dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
@@ -385,15 +387,13 @@ def _prepare(
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
     inverses = _inverse(beta * key_key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
-    # The vectors that tokens add to S are
-    # added_vectors_from_zero_state - rows_of_subtracted_product @ S.
-    added_vectors_from_zero_state, rows_of_subtracted_product = jnp.split(
-        solution, [v.shape[-1]], axis=-1
-    )
+    # `effective_keys` contains a row for each token. With the state S before the chunk, the vectors
+    # that tokens add to the state are added_vectors_from_zero_state - effective_keys @ S.
+    added_vectors_from_zero_state, effective_keys = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
         added_vectors_from_zero_state=added_vectors_from_zero_state,
         rows_to_multiply_by_state=jnp.concatenate(
-            [rows_of_subtracted_product, decay_since_chunk_begin * q], axis=-2
+            [effective_keys, decay_since_chunk_begin * q], axis=-2
         ),
         output_factors=query_key_products * decay_between_tokens,
         decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
@@ -431,8 +431,8 @@ def _inverse(matrices: Array) -> Array:
         is_in_joined_block = joined_block_numbers[:, None] == joined_block_numbers
         is_in_lower_block = block_numbers[:, None] > block_numbers
         lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)
-        # At first, the blocks are single tokens, whose inverses are 1. Multiplying
-        # `lower_left_values` by the inverses from both sides would not change them.
+        # At first, each block on the diagonal is a single 1, and so is its inverse. Multiplying
+        # `lower_left_values` by the inverses from both sides would not change the values.
         if log2_block_size > 0:
             lower_left_values = multiply_matrices(
                 multiply_matrices(block_inverses, lower_left_values), block_inverses
@@ -497,8 +497,8 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
     products_with_state = einsum("BKGCD,BKGDU->BKGCU", chunk.rows_to_multiply_by_state, state)
-    vectors_subtracted_from_added, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
-    added_vectors = chunk.added_vectors_from_zero_state - vectors_subtracted_from_added
+    corrections_of_added_vectors, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
+    added_vectors = chunk.added_vectors_from_zero_state - corrections_of_added_vectors
     token_outputs = outputs_from_state + einsum(
         "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors
     )

@@ -78,8 +78,10 @@ class Encoder:
         codes_kind = replace(
             source_hook_kind,
             name=source_hook_kind.name + CODES,
-            letters="",
-            modules=tuple(module_name + CODES for module_name in source_hook_kind.modules),
+            axis_letters="",
+            module_names=tuple(
+                module_name + CODES for module_name in source_hook_kind.module_names
+            ),
             aliases=tuple(alias_name + CODES for alias_name in source_hook_kind.aliases),
             dtype="int32",
             width_factor=record_width(self.max_codes),
@@ -101,7 +103,7 @@ class Encoder:
         """
         codes_hook = self.hook
         return {
-            "module": codes_hook.module,
+            "module": codes_hook.module_name,
             "aliases": codes_hook.names()[1:],
             "width": self.autoencoder.features,
             "most": self.max_codes,
@@ -203,7 +205,7 @@ def make_encoders(
             None for the k of each autoencoder, or DEFAULT_MOST for an autoencoder without k.
         table: The hooks of the model.
         depth: The number of layers of the model.
-        sizes: Letter of an axis -> its size in the model (see `HookKind.letters`).
+        sizes: Letter of an axis -> its size in the model (see `HookKind.axis_letters`).
 
     Raises:
         InputError: If the model lacks a hook, a hook has another width than the autoencoder, or two
@@ -213,10 +215,10 @@ def make_encoders(
     for autoencoder in autoencoders:
         flag_and_name = f"--encode {plain_url(autoencoder.name)}"
         source_hook = _hook_of_width(
-            autoencoder.hook, autoencoder.W_enc.shape[1], flag_and_name, table, depth, sizes
+            autoencoder.hook_name, autoencoder.W_enc.shape[1], flag_and_name, table, depth, sizes
         )
         target_hook = _hook_of_width(
-            autoencoder.target_hook, len(autoencoder.b_dec), flag_and_name, table, depth, sizes
+            autoencoder.target_hook_name, len(autoencoder.b_dec), flag_and_name, table, depth, sizes
         )
         if any(encoder.source_hook == source_hook for encoder in encoders):
             raise InputError(f"{flag_and_name}: {source_hook.name} has another autoencoder already")
@@ -264,8 +266,9 @@ def encode(
 ) -> Array:
     """Encodes activations by an autoencoder, and returns a record of codes for each token.
 
-    A record contains the number of active features of the token, the error of the reconstruction,
-    and the ids and values of the features that are kept. common/codes.py describes its format.
+    A record contains the number of active features of the token, the squared error of the
+    reconstruction, the norm of the token's `target_values`, and the ids and values of the features
+    that are kept. common/codes.py describes its format.
 
     Letters: D width of the hook that is read, O width of the hook that is reconstructed.
 
@@ -305,9 +308,9 @@ def _records(
 ) -> Array:
     """Encodes a block of tokens by an autoencoder, and returns a record of codes for each token.
 
-    A record contains the number of active features of the token, the error of the reconstruction
-    and the norm, and the ids and values of the features that are kept. common/codes.py describes
-    its format.
+    A record contains the number of active features of the token, the squared error of the
+    reconstruction, the norm of the token's `target_values`, and the ids and values of the features
+    that are kept. common/codes.py describes its format.
 
     The docstring of `Autoencoder` has the formula. Its `pre` and `score` are called
     `pre_activations` and `feature_scores` here.

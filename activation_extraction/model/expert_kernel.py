@@ -38,8 +38,8 @@ from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the number of rows of a float32 register
 ROWS = 128  # the number of rows of a tile: rows of one expert that are multiplied together
-# The number of tokens of a group. One program of the kernel ADDED's grid adds up the rows of all
-# tokens of a group.
+# The number of consecutive tokens that form a token group. The kernel `ADDED` adds up the rows of
+# each token; each program of its grid does so for one token group.
 TOKENS = 16
 # The number of tokens that one iteration of a loop of the kernel GATED begins to fetch. The last
 # iteration of a tile may also fetch tokens that do not belong to the tile; they are not used.
@@ -55,33 +55,35 @@ FAST_MEMORY = 56 * 2**20
 
 
 class Table(NamedTuple):
-    """The rows that each tile computes, and the rows that are added up for each group of tokens.
+    """The rows that each tile computes, and the rows that are added up for each token group.
 
     A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
-    group is TOKENS consecutive tokens.
+    token group is TOKENS consecutive tokens.
 
     Letters: X experts of a token.
 
     Attributes:
         used_tile_count: The number of tiles that have rows, () int32. These tiles come first.
-        expert_by_tile: The expert of each tile, (tiles,) int32.
-        row_count_by_tile: The number of rows of each tile, without padding, (tiles,) int32.
-        token_by_row: The token of each row of a tile, (tiles, 1, ROWS) int32.
-        weight_by_row: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
-        row_numbers_and_places_by_group: The rows of each group, (groups, 2, X * TOKENS) int32.
-            Index 0 of the second axis holds the number of each row among the rows of all tiles.
-            Index 1 holds the place of the row in the group's buffer of X * TOKENS rows. Rows that
-            are fetched come first.
-        fetch_count_by_group: The number of rows that are fetched for each group, (groups,) int32.
+        expert_numbers_of_tiles: The number of each tile's expert, (tiles,) int32.
+        row_counts_of_tiles: The number of rows of each tile, without padding, (tiles,) int32.
+        token_numbers_of_rows: The number of the token of each row of a tile, (tiles, 1, ROWS)
+            int32.
+        routing_weights_of_rows: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
+        row_numbers_and_buffer_indices_of_token_groups: The rows of each token group, (token groups,
+            2, X * TOKENS) int32. Index 0 of the second axis holds the number of each row among the
+            rows of all tiles. Index 1 holds the index of the row in the token group's buffer of
+            X * TOKENS rows. Rows that are fetched come first.
+        fetch_counts_of_token_groups: The number of rows that are fetched for each token group,
+            (token groups,) int32.
     """
 
     used_tile_count: Array
-    expert_by_tile: Array
-    row_count_by_tile: Array
-    token_by_row: Array
-    weight_by_row: Array
-    row_numbers_and_places_by_group: Array
-    fetch_count_by_group: Array
+    expert_numbers_of_tiles: Array
+    row_counts_of_tiles: Array
+    token_numbers_of_rows: Array
+    routing_weights_of_rows: Array
+    row_numbers_and_buffer_indices_of_token_groups: Array
+    fetch_counts_of_token_groups: Array
 
 
 def pallas_experts(
@@ -104,43 +106,39 @@ def pallas_experts(
             so that the sums of the first parts can be sent to other devices early.
 
     Returns:
-        The sums, (T, D) float32. See `ExpertSum`.
+        The sums, (T, D) float32. See `ExpertSumFunction`.
     """
     expert_count, hidden_size, expert_width = stacks.gate.shape[1:]
     if x.dtype == jnp.float32 or hidden_size % LANES or expert_width % LANES:
         return ragged_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
     chosen_experts = jnp.pad(chosen_experts, padding_widths, constant_values=-1)
-    tile_and_group_table = make_table(
-        jnp.pad(routing_weights, padding_widths), chosen_experts, expert_count
-    )
-    weighted_expert_rows = _run_weighted(
-        tile_and_group_table, stacks, _run_gated(tile_and_group_table, stacks, x)
-    )
+    tile_table = make_table(jnp.pad(routing_weights, padding_widths), chosen_experts, expert_count)
+    weighted_expert_rows = _run_weighted(tile_table, stacks, _run_gated(tile_table, stacks, x))
     part_count = (
-        parts if len(tile_and_group_table.row_numbers_and_places_by_group) % parts == 0 else 1
+        parts if len(tile_table.row_numbers_and_buffer_indices_of_token_groups) % parts == 0 else 1
     )
-    row_numbers_and_places_by_part = jnp.split(
-        tile_and_group_table.row_numbers_and_places_by_group, part_count
+    row_numbers_and_buffer_indices_of_parts = jnp.split(
+        tile_table.row_numbers_and_buffer_indices_of_token_groups, part_count
     )
-    fetch_counts_by_part = jnp.split(tile_and_group_table.fetch_count_by_group, part_count)
-    sums_by_part = [
-        _run_added(weighted_expert_rows, part_row_numbers_and_places, part_fetch_counts)
-        for part_row_numbers_and_places, part_fetch_counts in zip(
-            row_numbers_and_places_by_part, fetch_counts_by_part, strict=True
+    fetch_counts_of_parts = jnp.split(tile_table.fetch_counts_of_token_groups, part_count)
+    sums_of_parts = [
+        _run_added(weighted_expert_rows, part_row_numbers_and_buffer_indices, part_fetch_counts)
+        for part_row_numbers_and_buffer_indices, part_fetch_counts in zip(
+            row_numbers_and_buffer_indices_of_parts, fetch_counts_of_parts, strict=True
         )
     ]
-    return jnp.concatenate(sums_by_part)[: len(x)]
+    return jnp.concatenate(sums_of_parts)[: len(x)]
 
 
 def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int) -> Table:
-    """Assigns rows to tiles and to groups of tokens, by sorting the rows twice.
+    """Assigns rows to tiles and to token groups, by sorting the rows twice.
 
     A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
-    group is TOKENS consecutive tokens. The first sort orders the rows by expert, together with the
-    rows of padding that fill the tiles, so it puts every row into its place in a tile without
-    lookups. TPUs sort fast, but look numbers up one by one. The second sort orders the rows by
-    group.
+    token group is TOKENS consecutive tokens. The first sort orders the rows by expert, together
+    with the rows of padding that fill the tiles, so it puts every row into its place in a tile
+    without lookups. TPUs sort fast, but look numbers up one by one. The second sort orders the rows
+    by token group.
 
     Letters: T tokens, E experts, X experts of a token.
 
@@ -152,36 +150,39 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
         expert_count: E, the number of experts.
 
     Returns:
-        A table with, for each tile, its expert, and the token and the routing weight of each of its
-        rows. For each group, the table contains the rows to fetch and their places in the buffer in
-        which they are added up.
+        The table. For each tile, it contains the number of the tile's expert, and the number of
+        rows. For each row of a tile, it contains the number of the row's token, and the routing
+        weight of the row. For each token group, it contains the numbers of the rows to fetch, and
+        the index of each of these rows in the buffer from which the rows are added up.
     """
     row_count = chosen_experts.size
     experts_per_token = chosen_experts.shape[1]
-    rows_per_group = TOKENS * experts_per_token
-    # The expert of each row; `expert_count` for rows that are not computed.
-    expert_by_row = chosen_experts.reshape(-1)
-    has_expert = (expert_by_row >= 0) & (expert_by_row < expert_count)
-    expert_by_row = jnp.where(has_expert, expert_by_row, expert_count)
+    rows_per_token_group = TOKENS * experts_per_token
+    # The number of each row's expert; `expert_count` for rows that are not computed.
+    expert_numbers_of_rows = chosen_experts.reshape(-1)
+    has_expert = (expert_numbers_of_rows >= 0) & (expert_numbers_of_rows < expert_count)
+    expert_numbers_of_rows = jnp.where(has_expert, expert_numbers_of_rows, expert_count)
     expert_numbers = jnp.arange(expert_count)
     row_indices_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
-    padding_row_counts = -(expert_by_row[:, None] == expert_numbers).sum(axis=0) % ROWS
+    padding_row_counts = -(expert_numbers_of_rows[:, None] == expert_numbers).sum(axis=0) % ROWS
     is_padding_row_needed = row_indices_in_tile < padding_row_counts[:, None]
     # The sizes of arrays must not depend on the routing, so there are ROWS rows of padding for each
     # expert. The last tile of an expert needs only some of them. This array contains the expert of
     # each row of padding that is needed, and `expert_count` for the other rows of padding.
-    expert_by_padding_row = jnp.where(
+    expert_numbers_of_padding_rows = jnp.where(
         is_padding_row_needed, expert_numbers[:, None], expert_count
     ).reshape(-1)
     padding_of_last_block = 0, -row_count % ROWS
-    expert_by_padding_row = jnp.pad(
-        expert_by_padding_row, padding_of_last_block, constant_values=expert_count
+    expert_numbers_of_padding_rows = jnp.pad(
+        expert_numbers_of_padding_rows, padding_of_last_block, constant_values=expert_count
     )
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
-    expert_sort_keys = jnp.concatenate([2 * expert_by_row, 2 * expert_by_padding_row + 1])
+    expert_sort_keys = jnp.concatenate(
+        [2 * expert_numbers_of_rows, 2 * expert_numbers_of_padding_rows + 1]
+    )
     row_numbers = jnp.arange(expert_sort_keys.size)
-    routing_weights = jnp.pad(routing_weights.reshape(-1), (0, expert_by_padding_row.size))
+    routing_weights = jnp.pad(routing_weights.reshape(-1), (0, expert_numbers_of_padding_rows.size))
     sort_operands = expert_sort_keys, row_numbers, routing_weights
     expert_sort_keys, row_numbers_in_expert_order, routing_weights = lax.sort(
         sort_operands, num_keys=1, is_stable=False
@@ -189,44 +190,48 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     is_row_fetched = (row_numbers_in_expert_order < row_count) & (
         expert_sort_keys < 2 * expert_count
     )
-    # The second sort orders the rows by group and token. Rows that are not fetched come last in
-    # their group.
-    row_indices_in_group = row_numbers_in_expert_order % rows_per_group
-    expert_by_tile = expert_sort_keys[::ROWS] // 2
-    group_sort_keys = (
+    # The index of each row among the rows of its token group.
+    row_indices_in_token_group = row_numbers_in_expert_order % rows_per_token_group
+    expert_numbers_of_tiles = expert_sort_keys[::ROWS] // 2
+    # The second sort orders the rows by token group and then by token. In each token group, the
+    # rows that are not fetched come last, because `rows_per_token_group` is added to their keys.
+    token_group_sort_keys = (
         2 * row_numbers_in_expert_order
-        - row_indices_in_group
-        + jnp.where(is_row_fetched, 0, rows_per_group)
+        - row_indices_in_token_group
+        + jnp.where(is_row_fetched, 0, rows_per_token_group)
     )
-    group_sort_keys = jnp.where(
-        row_numbers_in_expert_order < row_count, group_sort_keys, 2 * row_count
+    token_group_sort_keys = jnp.where(
+        row_numbers_in_expert_order < row_count, token_group_sort_keys, 2 * row_count
     )
-    group_sort_keys, tile_row_numbers_in_group_order = lax.sort(
-        (group_sort_keys, row_numbers), num_keys=1, is_stable=False
+    token_group_sort_keys, tile_row_numbers_in_token_group_order = lax.sort(
+        (token_group_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
-    # A group is TOKENS consecutive tokens, whose rows share a buffer. A token has one row for each
-    # of its experts. The first rows of all tokens come first in the buffer, then the second rows,
-    # and so on, so that `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS
-    # tokens.
-    row_indices_in_group = group_sort_keys[:row_count] % rows_per_group
-    token_indices_in_group = row_indices_in_group // experts_per_token
+    # The rows of a token group share a buffer. A token has one row for each of its experts. The
+    # first rows of all tokens come first in the buffer, then the second rows, and so on, so that
+    # `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS tokens.
+    row_indices_in_token_group = token_group_sort_keys[:row_count] % rows_per_token_group
+    token_indices_in_token_group = row_indices_in_token_group // experts_per_token
     row_indices_in_buffer = (
-        row_indices_in_group % experts_per_token * TOKENS + token_indices_in_group
+        row_indices_in_token_group % experts_per_token * TOKENS + token_indices_in_token_group
     )
-    fetched_row_numbers = tile_row_numbers_in_group_order[:row_count].reshape(-1, 1, rows_per_group)
-    row_indices_in_buffer = row_indices_in_buffer.reshape(-1, 1, rows_per_group)
+    fetched_row_numbers = tile_row_numbers_in_token_group_order[:row_count].reshape(
+        -1, 1, rows_per_token_group
+    )
+    row_indices_in_buffer = row_indices_in_buffer.reshape(-1, 1, rows_per_token_group)
+    is_row_of_expert = (expert_numbers_of_rows < expert_count).reshape(-1, rows_per_token_group)
+    fetch_counts_of_token_groups = is_row_of_expert.sum(axis=1)
     return Table(
-        used_tile_count=(expert_by_tile < expert_count).sum(),
-        expert_by_tile=jnp.minimum(expert_by_tile, expert_count - 1),
-        row_count_by_tile=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
-        token_by_row=jnp.where(
+        used_tile_count=(expert_numbers_of_tiles < expert_count).sum(),
+        expert_numbers_of_tiles=jnp.minimum(expert_numbers_of_tiles, expert_count - 1),
+        row_counts_of_tiles=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
+        token_numbers_of_rows=jnp.where(
             is_row_fetched, row_numbers_in_expert_order // experts_per_token, 0
         ).reshape(-1, 1, ROWS),
-        weight_by_row=routing_weights.reshape(-1, 1, ROWS),
-        row_numbers_and_places_by_group=jnp.concatenate(
+        routing_weights_of_rows=routing_weights.reshape(-1, 1, ROWS),
+        row_numbers_and_buffer_indices_of_token_groups=jnp.concatenate(
             [fetched_row_numbers, row_indices_in_buffer], axis=1
         ),
-        fetch_count_by_group=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
+        fetch_counts_of_token_groups=fetch_counts_of_token_groups,
     )
 
 
@@ -290,7 +295,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
         The results in the order of the tiles, (n', M) in the dtype of x.
     """
     _, _, hidden_size, expert_width = stacks.gate.shape
-    tile_count = len(table.expert_by_tile)
+    tile_count = len(table.expert_numbers_of_tiles)
     column_count_of_block = columns_per_block(expert_width, 2 * hidden_size * x.dtype.itemsize)
 
     # A step of the grid fetches its own tile, but multiplies the tile of the step before, so it
@@ -305,7 +310,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
 
     return _call(
         _multiply_fetched,
-        [stacks.layer_number.reshape(1), table.expert_by_tile, table.row_count_by_tile],
+        [stacks.layer_number.reshape(1), table.expert_numbers_of_tiles, table.row_counts_of_tiles],
         jax.ShapeDtypeStruct((tile_count * ROWS, expert_width), x.dtype),
         GATED,
         grid=(expert_width // column_count_of_block, table.used_tile_count + 1),
@@ -321,7 +326,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
             pltpu.VMEM((2, ROWS, hidden_size // LANES, LANES), x.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
-    )(table.token_by_row, x.reshape(len(x), -1, LANES), stacks.gate, stacks.up)
+    )(table.token_numbers_of_rows, x.reshape(len(x), -1, LANES), stacks.gate, stacks.up)
 
 
 def _multiply_fetched(
@@ -424,7 +429,7 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
 
     return _call(
         _multiply_down,
-        [stacks.layer_number.reshape(1), table.expert_by_tile],
+        [stacks.layer_number.reshape(1), table.expert_numbers_of_tiles],
         jax.ShapeDtypeStruct((len(gated), hidden_size // LANES, LANES), gated.dtype),
         WEIGHTED,
         grid=(hidden_size // column_count_of_block, jnp.maximum(table.used_tile_count, 1)),
@@ -437,7 +442,7 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
             (ROWS, column_count_of_block // LANES, LANES),
             lambda column, tile, *_: (tile, column, 0),
         ),
-    )(table.weight_by_row, gated, stacks.down)
+    )(table.routing_weights_of_rows, gated, stacks.down)
 
 
 def _multiply_down(
@@ -462,49 +467,49 @@ def _multiply_down(
 
 
 def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
-    """Adds up the results of each token's experts, for the tokens of some groups.
+    """Adds up the results of each token's experts, for the tokens of some token groups.
 
     A row is the result of one expert for one token, multiplied by its routing weight. The rows are
-    stored in tiles, and a tile contains rows of a single expert. A group is TOKENS consecutive
-    tokens. The kernel fetches the rows of a group from the tiles to a buffer, and adds up the rows
-    of each token there.
+    stored in tiles, and a tile contains rows of a single expert. A token group is TOKENS
+    consecutive tokens. The kernel fetches the rows of a token group from the tiles to a buffer, and
+    adds up the rows of each token there.
 
     Letters: n' rows of all tiles, X experts of a token.
 
     Args:
         rows: The rows of all tiles, (n', D / LANES, LANES).
-        fetches: For each group, the number of each of its rows among the rows of all tiles (index 0
-            of the second axis), and the place of each row in the group's buffer (index 1),
-            (groups, 2, X * TOKENS) int32.
-        counts: The number of rows that are fetched for each group, (groups,) int32.
+        fetches: For each token group, the number of each of its rows among the rows of all tiles
+            (index 0 of the second axis), and the index of each row in the token group's buffer
+            (index 1), (token groups, 2, X * TOKENS) int32.
+        counts: The number of rows that are fetched for each token group, (token groups,) int32.
 
     Returns:
-        The sums, (groups * TOKENS, D) float32.
+        The sums, (token groups * TOKENS, D) float32.
     """
-    group_count, _, rows_per_group = fetches.shape
+    token_group_count, _, rows_per_token_group = fetches.shape
     hidden_size = math.prod(rows.shape[1:])
 
-    # Each step of the grid fetches the rows of one group of tokens, and adds up the rows of the
-    # group that the step before it has fetched. So there is one more step than groups. This last
-    # step fetches nothing, and its index is limited to the last group.
+    # Each step of the grid fetches the rows of one token group, and adds up the rows of the token
+    # group that the step before it has fetched. So there is one more step than token groups. This
+    # last step fetches nothing, and its index is limited to the last token group.
     def fetch_index(step: Any, _: Any) -> tuple[Any, ...]:
-        return jnp.minimum(step, group_count - 1), 0, 0
+        return jnp.minimum(step, token_group_count - 1), 0, 0
 
     return _call(
         _add_fetched,
         [jnp.pad(counts, (0, 1))],
-        jax.ShapeDtypeStruct((group_count * TOKENS, hidden_size), jnp.float32),
+        jax.ShapeDtypeStruct((token_group_count * TOKENS, hidden_size), jnp.float32),
         ADDED,
-        grid=(group_count + 1,),
+        grid=(token_group_count + 1,),
         in_specs=[
-            pl.BlockSpec((None, 2, rows_per_group), fetch_index, memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, 2, rows_per_token_group), fetch_index, memory_space=pltpu.SMEM),
             pl.BlockSpec(memory_space=pltpu.HBM),
         ],
         out_specs=pl.BlockSpec(
             (TOKENS, hidden_size), lambda step, _: (jnp.maximum(step - 1, 0), 0)
         ),
         scratch_shapes=[
-            pltpu.VMEM((2, rows_per_group, *rows.shape[1:]), rows.dtype),
+            pltpu.VMEM((2, rows_per_token_group, *rows.shape[1:]), rows.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
     )(fetches, rows)
@@ -513,29 +518,31 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
 def _add_fetched(
     counts: Any, fetches: Any, rows_ref: Any, out_ref: Any, buffers: Any, semaphores: Any
 ) -> None:
-    """Begins to fetch the rows of a group, and adds up the rows of each token of the group before.
+    """Begins to fetch the rows of a token group, and adds up the rows of the token group before.
 
-    Each step of the kernel's grid fetches its own group and adds up the group of the previous step,
-    whose rows have arrived meanwhile. A group is TOKENS consecutive tokens, and a row is the result
-    of one of a token's experts for this token.
+    Each step of the kernel's grid fetches the rows of its own token group. It adds up the rows of
+    each token of the previous step's token group, whose rows have arrived meanwhile. A token group
+    is TOKENS consecutive tokens, and a row is the result of one of a token's experts for this
+    token.
 
     Letters: n' rows of all tiles, X experts of a token.
 
     Args:
-        counts: The number of rows that are fetched for each group, and a 0 at the end,
-            (groups + 1,) int32.
-        fetches: For each row of this step's group, its number among the rows of all tiles (index 0)
-            and its place in the buffer (index 1), (2, X * TOKENS) int32.
+        counts: The number of rows that are fetched for each token group, and a 0 at the end,
+            (token groups + 1,) int32.
+        fetches: For each row of this step's token group, its number among the rows of all tiles
+            (index 0) and its index in the buffer (index 1), (2, X * TOKENS) int32.
         rows_ref: The rows of all tiles in HBM, (n', D / LANES, LANES).
-        out_ref: The sum of the rows of each token of the previous group, (TOKENS, D) float32.
-        buffers: Two buffers for the rows of a group, (2, X * TOKENS, D / LANES, LANES).
+        out_ref: The sum of the rows of each token of the previous token group, (TOKENS, D)
+            float32.
+        buffers: Two buffers for the rows of a token group, (2, X * TOKENS, D / LANES, LANES).
         semaphores: The DMA semaphore of each buffer, (2,).
     """
     step_number = pl.program_id(0)
-    rows_per_group = buffers.shape[1]
+    rows_per_token_group = buffers.shape[1]
 
     # Rows that are not fetched must count as 0, so the buffer is cleared if there are any.
-    @pl.when(counts[step_number] < rows_per_group)
+    @pl.when(counts[step_number] < rows_per_token_group)
     def clear() -> None:
         buffers[step_number % 2] = jnp.zeros_like(buffers[step_number % 2])
 
@@ -553,6 +560,8 @@ def _add_fetched(
         buffer_index = (step_number - 1) % 2
         _wait(buffers, semaphores, buffer_index, counts[step_number - 1])
         token_sums = jnp.zeros((TOKENS, *buffers.shape[2:]), jnp.float32)
-        for first_buffer_row in range(0, rows_per_group, TOKENS):
-            token_sums += buffers[buffer_index, pl.ds(first_buffer_row, TOKENS)].astype(jnp.float32)
+        for first_buffer_row_index in range(0, rows_per_token_group, TOKENS):
+            token_sums += buffers[buffer_index, pl.ds(first_buffer_row_index, TOKENS)].astype(
+                jnp.float32
+            )
         out_ref[...] = token_sums.reshape(out_ref.shape)

@@ -2,9 +2,9 @@
 
 No token is dropped, so the result for a token does not depend on its neighbours. Each platform has
 its own function that computes the weighted sum of each token's experts. All of these functions have
-the signature `ExpertSum`. Most of them sort rows by expert, so that each expert's weights are
-multiplied with consecutive rows. A row is a pair of a token and one of its experts. The kernels for
-TPUs and GPUs are in expert_kernel.py and grouped_kernel.py.
+the signature `ExpertSumFunction`. Most of them sort rows by expert, so that each expert's weights
+are multiplied with consecutive rows. A row is a pair of a token and one of its experts. The kernels
+for TPUs and GPUs are in expert_kernel.py and grouped_kernel.py.
 
 Letters: B batch rows, T tokens (of all batch rows together where an array has no axis B), D hidden,
 L layers, E experts, X experts of a token, M width of an expert, n = T * X rows.
@@ -58,7 +58,7 @@ class Stacks(NamedTuple):
 #   stacks           the `Stacks` with the weights of the experts
 #   parts            the number of equal parts into which the tokens are divided; the parts' sums
 #                    are computed one after the other, so that the first sums can be sent early
-ExpertSum = Callable[..., Array]
+ExpertSumFunction = Callable[..., Array]
 
 # A function that runs experts on sorted rows. It maps (rows, row_counts, stacks) to the result of
 # each row's expert, (n, D) in the dtype of the rows:
@@ -130,7 +130,7 @@ class Experts(nn.Module):
 
     config: Any
     dtype: Any
-    compute_expert_sum: ExpertSum
+    compute_expert_sum: ExpertSumFunction
     layout: Layout
 
     def setup(self) -> None:
@@ -175,7 +175,7 @@ class Experts(nn.Module):
 
 def _sum_on_device(
     layout: Layout,
-    compute_expert_sum: ExpertSum,
+    compute_expert_sum: ExpertSumFunction,
     x: Array,
     routing_weights: Array,
     chosen_experts: Array,
@@ -215,7 +215,7 @@ def _sum_on_device(
 
 def _sum_in_ring(
     ring: Sequence[int],
-    compute_expert_sum: ExpertSum,
+    compute_expert_sum: ExpertSumFunction,
     x: Array,
     routing_weights: Array,
     chosen_experts: Array,
@@ -267,21 +267,23 @@ def _sum_in_ring(
         ]
         return lax.ppermute(arrays, "expert", sender_receiver_pairs)
 
-    half_arrays_by_direction = []
+    # For each direction, a list of the halves that go this way, one for each part. A half is a list
+    # of three arrays: half of the part's tokens, their routing weights and their chosen experts.
+    halves_of_directions = []
     for half_slice, ring_shift in half_slices_and_shifts:
-        half_arrays_by_part = [
+        halves_of_parts = [
             [token_array[half_slice] for token_array in (x, routing_weights, chosen_experts)]
         ]
         for _ in range(1, device_count):
-            half_arrays_by_part.append(hop(half_arrays_by_part[-1], ring_shift))
-        half_arrays_by_direction.append(half_arrays_by_part)
-    # The arrays of each half (its tokens, their routing weights and their chosen experts), in the
-    # order: first half of part 0, second half of part 0, first half of part 1, and so on.
-    half_arrays_in_order: list[list[Array]] = []
-    for half_arrays_of_part in zip(*half_arrays_by_direction, strict=True):
-        half_arrays_in_order.extend(half_arrays_of_part)
+            halves_of_parts.append(hop(halves_of_parts[-1], ring_shift))
+        halves_of_directions.append(halves_of_parts)
+    # The halves in the order: first half of part 0, second half of part 0, first half of part 1,
+    # and so on.
+    halves_in_order: list[list[Array]] = []
+    for halves_of_part in zip(*halves_of_directions, strict=True):
+        halves_in_order.extend(halves_of_part)
     x, routing_weights, chosen_experts = (
-        jnp.concatenate(half_arrays) for half_arrays in zip(*half_arrays_in_order, strict=True)
+        jnp.concatenate(arrays_of_halves) for arrays_of_halves in zip(*halves_in_order, strict=True)
     )
     chosen_experts = chosen_experts - lax.axis_index("expert") * stacks.gate.shape[1]
     y = compute_expert_sum(
@@ -331,21 +333,23 @@ def in_sorted_rows(
             so that the sums of the first parts can be sent to other devices early.
 
     Returns:
-        The sums, (T, D) float32. See `ExpertSum`.
+        The sums, (T, D) float32. See `ExpertSumFunction`.
     """
     experts_per_token = chosen_experts.shape[1]
     expert_count = stacks.gate.shape[1]
     has_expert = (chosen_experts >= 0) & (chosen_experts < expert_count)
-    expert_by_row = jnp.where(has_expert, chosen_experts, expert_count).reshape(-1)
-    sorted_row_order = jnp.argsort(expert_by_row, stable=True)
-    row_counts_by_expert = jnp.bincount(expert_by_row, length=expert_count + 1)[
+    expert_numbers_of_rows = jnp.where(has_expert, chosen_experts, expert_count).reshape(-1)
+    row_numbers_sorted_by_expert = jnp.argsort(expert_numbers_of_rows, stable=True)
+    row_counts_of_experts = jnp.bincount(expert_numbers_of_rows, length=expert_count + 1)[
         :expert_count
     ].astype(jnp.int32)
-    sorted_rows = from_bits(to_bits(x)[sorted_row_order // experts_per_token], x.dtype)
-    expert_result_bits = to_bits(run_sorted_rows(sorted_rows, row_counts_by_expert, stacks))
+    sorted_rows = from_bits(to_bits(x)[row_numbers_sorted_by_expert // experts_per_token], x.dtype)
+    expert_result_bits = to_bits(run_sorted_rows(sorted_rows, row_counts_of_experts, stacks))
     # For each expert of a token, the index in `sorted_rows` of the row of this choice, (T, X).
     sorted_index_of_choice = (
-        jnp.zeros_like(sorted_row_order).at[sorted_row_order].set(jnp.arange(sorted_row_order.size))
+        jnp.zeros_like(row_numbers_sorted_by_expert)
+        .at[row_numbers_sorted_by_expert]
+        .set(jnp.arange(row_numbers_sorted_by_expert.size))
     )
     sorted_index_of_choice = sorted_index_of_choice.reshape(chosen_experts.shape)
 
@@ -382,7 +386,8 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     Letters: n rows, E experts.
 
     Args:
-        x: The rows, sorted by expert, (n, D).
+        x: The inputs of the experts, (n, D), a row for each pair of a token and one of its experts,
+            sorted by expert.
         row_counts: The number of rows of each expert, (E,) int32.
         stacks: The weights of the experts.
 
@@ -420,7 +425,8 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     Letters: n rows, E experts.
 
     Args:
-        x: The rows, sorted by expert, (n, D).
+        x: The inputs of the experts, (n, D), a row for each pair of a token and one of its experts,
+            sorted by expert.
         row_counts: The number of rows of each expert, (E,) int32.
         stacks: The weights of the experts.
 
@@ -429,7 +435,7 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     """
     row_count = len(x)
     padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
-    first_row_by_expert = jnp.cumsum(row_counts) - row_counts
+    first_row_indices_of_experts = jnp.cumsum(row_counts) - row_counts
     layer_number, *bits_of_stacks = map(to_bits, stacks)
 
     def compute_tile(
@@ -450,7 +456,9 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
         tile_count = (row_counts[expert] + TILE - 1) // TILE
 
         def compute_next_tile(tile: Array, y: Array) -> Array:
-            return compute_tile(y, first_row_by_expert[expert] + tile * TILE, *weights_of_expert)
+            return compute_tile(
+                y, first_row_indices_of_experts[expert] + tile * TILE, *weights_of_expert
+            )
 
         return lax.fori_loop(0, tile_count, compute_next_tile, y)
 
@@ -470,8 +478,8 @@ def one_expert_after_the_other(
 ) -> Array:
     """Computes every expert on every token, and adds up the results with the routing weights.
 
-    This is the reference implementation of `ExpertSum`, with which tests and the trials of kernels
-    in trial.py compare the others.
+    This is the reference implementation of `ExpertSumFunction`, with which tests and the trials of
+    kernels in trial.py compare the other implementations.
 
     Letters: X experts of a token.
 
@@ -494,10 +502,10 @@ def one_expert_after_the_other(
         gated_values = gate_activations * einsum(
             "TD,DM->TM", x, up_stack[layer_number, expert_number]
         )
-        expert_weight = jnp.where(chosen_experts == expert_number, routing_weights, 0).sum(
-            axis=-1, keepdims=True
-        )
-        expert_sums += expert_weight * einsum(
+        routing_weights_of_expert = jnp.where(
+            chosen_experts == expert_number, routing_weights, 0
+        ).sum(axis=-1, keepdims=True)
+        expert_sums += routing_weights_of_expert * einsum(
             "TM,MD->TD", gated_values, down_stack[layer_number, expert_number]
         )
     return expert_sums

@@ -86,21 +86,22 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
     name_of_weight_format = quantization_config.get(name_of_format_field)
     config_groups = quantization_config.get("config_groups") or {}
     try:
-        weight_settings_by_group = [
+        weight_settings_of_config_groups = [
             config_group["weights"]
             for config_group in config_groups.values()
             if config_group.get("weights")
         ]
-        is_every_group_float8 = all(
+        is_every_config_group_float8 = all(
             (weight_settings["num_bits"], weight_settings["type"]) == (8, "float")
-            for weight_settings in weight_settings_by_group
+            for weight_settings in weight_settings_of_config_groups
         )
-        group_block_sizes = [
-            weight_settings.get("block_structure") for weight_settings in weight_settings_by_group
+        block_sizes_of_config_groups = [
+            weight_settings.get("block_structure")
+            for weight_settings in weight_settings_of_config_groups
         ]
     except (AttributeError, KeyError, TypeError):
-        is_every_group_float8 = False
-    if not is_every_group_float8 or name_of_weight_format not in float8_format_names:
+        is_every_config_group_float8 = False
+    if not is_every_config_group_float8 or name_of_weight_format not in float8_format_names:
         quantization_in_words = (
             f"{quant_method}, {name_of_weight_format}" if name_of_weight_format else quant_method
         )
@@ -109,14 +110,17 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
             "are not supported, but for float8 (fp8, and that of compressed-tensors and modelopt); "
             "use bfloat16"
         )
-    listed_block_sizes = [quantization_config.get("weight_block_size"), *group_block_sizes]
+    block_size_settings = [
+        quantization_config.get("weight_block_size"),
+        *block_sizes_of_config_groups,
+    ]
     block_sizes = [
-        listed_block_size for listed_block_size in listed_block_sizes if listed_block_size
+        block_size_setting for block_size_setting in block_size_settings if block_size_setting
     ] or [[128, 128]]
     block_size = block_sizes[0]
     has_equal_block_sizes = all(
-        type(listed_block_size) is list and listed_block_size == block_size
-        for listed_block_size in block_sizes
+        type(candidate_block_size) is list and candidate_block_size == block_size
+        for candidate_block_size in block_sizes
     )
     if not has_equal_block_sizes or [*map(type, block_size)] != [int, int] or min(block_size) < 1:
         raise InputError(
@@ -203,10 +207,10 @@ def without_scales(tensors: Collection[str], source: str) -> set[str]:
         scale_ending = next(filter(tensor_name.endswith, ENDINGS), None)
         if scale_ending is None:
             continue
-        scaled_name = tensor_name.removesuffix(scale_ending)
-        if scaled_name not in tensors:
+        name_of_scaled_tensor = tensor_name.removesuffix(scale_ending)
+        if name_of_scaled_tensor not in tensors:
             raise InputError(
-                f"{source}: {tensor_name} is a scale without its tensor, {scaled_name}"
+                f"{source}: {tensor_name} is a scale without its tensor, {name_of_scaled_tensor}"
             )
         tensor_names.remove(tensor_name)
     return tensor_names
@@ -223,15 +227,15 @@ class Scales:
         tensor_shape: The shape of the tensor.
         scales_file: The file that contains the scales.
         scales_tensor_name: The name of the tensor of scales in this file.
-        values_per_scale: For each axis of the tensor, the number of consecutive values that share
-            a scale.
+        block_shape_of_scale: The shape of the blocks of values that share a scale: for each axis of
+            the tensor, the number of consecutive values.
     """
 
     tensor_name: str
     tensor_shape: Shape
     scales_file: WeightFile
     scales_tensor_name: str
-    values_per_scale: Shape
+    block_shape_of_scale: Shape
 
     @classmethod
     def find(
@@ -263,9 +267,9 @@ class Scales:
         expected_scale_tensor_count = int(header_entry.dtype == VALUE_DTYPE)
         tensor_in_words = f"{tensor_file.location}: tensor {tensor} is {tensor_dtype}"
         if expected_scale_tensor_count == 0 and tensor_dtype not in FLOAT_TYPES:
-            listed_float_types = ", ".join(FLOAT_TYPES)
+            float_types_text = ", ".join(FLOAT_TYPES)
             raise InputError(
-                f"{tensor_in_words}; only {listed_float_types} and, beside its scales, F8_E4M3 are "
+                f"{tensor_in_words}; only {float_types_text} and, beside its scales, F8_E4M3 are "
                 "read"
             )
         zero_point_name = f"{tensor}_zero_point"
@@ -274,31 +278,34 @@ class Scales:
                 f"{tensor_in_words} and has {zero_point_name}: zero points are not read"
             )
         if len(names_of_scales) != expected_scale_tensor_count:
-            listed_scale_names = " and ".join(names_of_scales) or f"no {tensor}{ENDINGS[0]}"
+            scale_names_text = " and ".join(names_of_scales) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
-                f"{tensor_in_words} and has {listed_scale_names}, "
+                f"{tensor_in_words} and has {scale_names_text}, "
                 f"expected {expected_scale_tensor_count or 'no'} tensor of scales"
             )
         if not names_of_scales:
             return None
         scale_tensor_name = names_of_scales[0]
         scale_file, scale_header_entry = locate(scale_tensor_name)
-        values_per_scale_by_shape = _layouts(header_entry.shape, float8.block_size)
+        block_shape_by_scales_shape = _layouts(header_entry.shape, float8.block_size)
         scale_dtype = DTYPE_NAMES[scale_header_entry.dtype]
         if (
             scale_dtype not in float8.scale_dtype_names
-            or scale_header_entry.shape not in values_per_scale_by_shape
+            or scale_header_entry.shape not in block_shape_by_scales_shape
         ):
             raise InputError(
                 f"{scale_file.location}: tensor {scale_tensor_name} is {scale_dtype} of shape "
                 f"{scale_header_entry.shape}; scales of {header_entry.shape} in blocks of "
                 f"{float8.block_size} are read in {', '.join(float8.scale_dtype_names)} and have "
                 "one of the shapes "
-                f"{', '.join(map(str, values_per_scale_by_shape))}"
+                f"{', '.join(map(str, block_shape_by_scales_shape))}"
             )
-        values_per_scale = values_per_scale_by_shape[scale_header_entry.shape]
         return cls(
-            tensor, header_entry.shape, scale_file, tensors[scale_tensor_name], values_per_scale
+            tensor,
+            header_entry.shape,
+            scale_file,
+            tensors[scale_tensor_name],
+            block_shape_by_scales_shape[scale_header_entry.shape],
         )
 
     def dequantize(self, stored_values: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
@@ -323,7 +330,7 @@ class Scales:
         # the part along the axis, the index of its scale.
         scale_indices_of_axes = []
         for axis_slice, axis_size, values_per_scale in zip(
-            index, self.tensor_shape, self.values_per_scale, strict=True
+            index, self.tensor_shape, self.block_shape_of_scale, strict=True
         ):
             start_index, stop_index, _ = axis_slice.indices(axis_size)
             scale_indices_of_axes.append(np.arange(start_index, stop_index) // values_per_scale)
@@ -337,7 +344,7 @@ class Scales:
         part_values = np.empty(stored_values.shape, dtype)
         # The rows are computed in chunks, so that neither the values of a chunk nor its lookup
         # tables leave a core's caches.
-        table_values_per_row = lookup_table_size * scales_per_row // self.values_per_scale[-2]
+        table_values_per_row = lookup_table_size * scales_per_row // self.block_shape_of_scale[-2]
         rows_per_chunk = max(
             VALUES_AT_ONCE // max(len(column_scale_indices), table_values_per_row), 1
         )
@@ -349,11 +356,11 @@ class Scales:
                 )
             )
             matrix_scales = scales_of_columns[scale_matrix_index]
-            for first_row in range(0, len(row_scale_indices), rows_per_chunk):
-                chunk_slice = slice(first_row, first_row + rows_per_chunk)
-                chunk_value_bytes = stored_values[matrix_index][chunk_slice].view(np.uint8)
+            for first_row_index in range(0, len(row_scale_indices), rows_per_chunk):
+                chunk_slice = slice(first_row_index, first_row_index + rows_per_chunk)
+                chunk_values_as_uint8 = stored_values[matrix_index][chunk_slice].view(np.uint8)
                 chunk_scale_indices = row_scale_indices[chunk_slice]
-                if (chunk_value_bytes & NAN_BYTE).max() == NAN_BYTE:
+                if (chunk_values_as_uint8 & NAN_BYTE).max() == NAN_BYTE:
                     raise InputError(
                         f"{self.scales_file.location}: tensor {self.tensor_name} has NaN values"
                     )
@@ -364,14 +371,16 @@ class Scales:
                 # The smallest dtype that can index the table moves the fewest bytes.
                 index_dtype = np.min_scalar_type(len(scaled_value_table))
                 table_indices = np.add(
-                    chunk_value_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
+                    chunk_values_as_uint8,
+                    column_table_offsets.astype(index_dtype),
+                    dtype=index_dtype,
                 )
-                table_offset_by_row = (
+                table_offsets_of_rows = (
                     (chunk_scale_indices - chunk_scale_indices[0])
                     * lookup_table_size
                     * scales_per_row
                 )
-                table_indices += table_offset_by_row.astype(index_dtype)[:, None]
+                table_indices += table_offsets_of_rows.astype(index_dtype)[:, None]
                 # In its default mode, "raise", np.take would copy the values once more.
                 np.take(
                     scaled_value_table,
@@ -402,13 +411,13 @@ class Scales:
                 f"{self.scales_file.location}: tensor {self.scales_tensor_name} has NaN or "
                 "infinite scales"
             )
-        scale_count_by_axis = [
+        scale_counts_of_axes = [
             -(-axis_size // values_per_scale)
             for axis_size, values_per_scale in zip(
-                self.tensor_shape, self.values_per_scale, strict=True
+                self.tensor_shape, self.block_shape_of_scale, strict=True
             )
         ]
-        return stored_scales.reshape(scale_count_by_axis)
+        return stored_scales.reshape(scale_counts_of_axes)
 
 
 def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
@@ -428,8 +437,8 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
     *expert_axis_sizes, row_count, column_count = shape
     ones_for_experts = (1,) * len(expert_axis_sizes)  # empty without experts
     # The last block of rows and the last block of columns may be smaller than the others.
-    block_count_by_axis = -(-row_count // block_size[0]), -(-column_count // block_size[1])
-    values_per_scale_by_shape = {
+    block_counts_of_axes = -(-row_count // block_size[0]), -(-column_count // block_size[1])
+    block_shape_by_scales_shape = {
         (1,): shape,
         (*expert_axis_sizes, row_count, 1): (*ones_for_experts, 1, column_count),
     }
@@ -439,16 +448,16 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
             (*expert_axis_sizes, 1),
             (*expert_axis_sizes, 1, 1),
         )
-        values_per_scale_by_shape |= dict.fromkeys(
+        block_shape_by_scales_shape |= dict.fromkeys(
             shapes_with_one_scale_per_expert, (*ones_for_experts, row_count, column_count)
         )
-    values_per_scale_by_shape |= {
-        (*expert_axis_sizes, *block_count_by_axis): (*ones_for_experts, *block_size)
+    block_shape_by_scales_shape |= {
+        (*expert_axis_sizes, *block_counts_of_axes): (*ones_for_experts, *block_size)
     }
     if not expert_axis_sizes:
         # modelopt writes scales of rows and of blocks in these shapes.
-        values_per_scale_by_shape |= {
+        block_shape_by_scales_shape |= {
             (row_count,): (1, column_count),
-            (block_count_by_axis[0], 1, block_count_by_axis[1], 1): block_size,
+            (block_counts_of_axes[0], 1, block_counts_of_axes[1], 1): block_size,
         }
-    return values_per_scale_by_shape
+    return block_shape_by_scales_shape

@@ -47,10 +47,10 @@ Key = int | str  # the key of a hook in the shards, which is its layer or its na
 # some tokens of the batch are kept, they are an object of the class `KeptTokens` instead.
 Activations = dict[VectorType, Array] | KeptTokens
 # A function that computes one step. Its arguments are the batch of this host (None if the host has
-# no rows left), and three flags of this host, whose meaning the caller determines. It returns the
-# activations, and the number of hosts that set each flag, (flags,) int32. It does not wait until
-# the devices have computed these arrays.
-Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
+# no rows left), and three truth values of this host, which are called its flags and whose meaning
+# the caller determines. It returns the activations, and the number of hosts that set each flag,
+# (3,) int32. It does not wait until the devices have computed these arrays.
+StepFunction = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class Program:
 
     Attributes:
         model: Hooked model on its mesh.
-        weights: Shape, logical axes and checkpoint tensors of each parameter of the model.
+        weight_table: Shape, logical axes and checkpoint tensors of each parameter of the model.
         rows: Shardings of the rows that hosts feed and of the activations that they receive.
         batch_shape: Tuple of the number of rows that each host feeds in a step, and the number of
             tokens per row.
-        hooks: Key in the shards -> hook that is stored. Hooks of codes come last.
+        hook_by_key: Key in the shards -> hook that is stored. Hooks of codes come last.
         encoders: Autoencoders whose codes the step computes.
     """
 
     model: HookedModel
-    weights: WeightTable
+    weight_table: WeightTable
     rows: HostRows
     batch_shape: tuple[int, int]
-    hooks: dict[Key, Hook]
+    hook_by_key: dict[Key, Hook]
     encoders: tuple[Encoder, ...]
 
     @property
@@ -95,7 +95,7 @@ class Program:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter of an axis -> its size in the model (see `HookKind.letters`)."""
+        """Letter of an axis -> its size in the model (see `HookKind.axis_letters`)."""
         return self.model.config.sizes_with(self.batch_shape[1])
 
     def vector_type(self, hook: Hook) -> VectorType:
@@ -126,20 +126,23 @@ class Program:
         """
         stored_dtype = self.model.activation_dtype
         bytes_by_hook = {}
-        for hook in self.hooks.values():
+        for hook in self.hook_by_key.values():
             bytes_by_hook[hook.name] = hook.kind.vector_type(self.sizes, stored_dtype).bytes
         for encoder in self.encoders:
             bytes_by_hook[encoder.hook.name] = code_bytes(encoder.max_codes, stored_dtype)
         return bytes_by_hook
 
     def with_codes(
-        self, hook_stacks: dict[VectorType, Array], weights_of_encoders: Sequence[Weights]
+        self,
+        value_stack_by_vector_type: dict[VectorType, Array],
+        weights_of_encoders: Sequence[Weights],
     ) -> dict[VectorType, Array]:
         """Computes the codes of autoencoders, and selects the arrays of the hooks that are stored.
 
         Args:
-            hook_stacks: Vector type -> the activations at the model's hooks of this type, (hooks of
-                the type, rows of all hosts, T, width).
+            value_stack_by_vector_type: Vector type (the width and the dtype of some hooks) -> the
+                activations at the model's hooks of this type, (hooks of the type, rows of all
+                hosts, T, width).
             weights_of_encoders: The weights of each autoencoder, in the order of `encoders`.
 
         Returns:
@@ -147,9 +150,10 @@ class Program:
             type, rows of all hosts, T, width).
         """
         if not self.encoders:
-            return hook_stacks
+            return value_stack_by_vector_type
         array_iterator_by_vector_type = {
-            vector_type: iter(arrays_of_type) for vector_type, arrays_of_type in hook_stacks.items()
+            vector_type: iter(arrays_of_type)
+            for vector_type, arrays_of_type in value_stack_by_vector_type.items()
         }
         activations_by_hook = {
             hook: next(array_iterator_by_vector_type[self.vector_type(hook)])
@@ -163,7 +167,7 @@ class Program:
             )
             activations_by_hook[encoder.hook] = encoder_codes
         arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)
-        for hook in self.hooks.values():
+        for hook in self.hook_by_key.values():
             arrays_by_type[self.vector_type(hook)].append(activations_by_hook[hook])
         return {
             vector_type: jnp.stack(arrays_of_type)
@@ -196,10 +200,10 @@ class Forward(Program):
         The description is "layer" if all keys are layers, "hook name" if all keys are the names of
         their hooks, and otherwise the list of all keys.
         """
-        if all(isinstance(hook_key, int) for hook_key in self.hooks):
+        if all(isinstance(hook_key, int) for hook_key in self.hook_by_key):
             return "layer"
-        hook_keys_as_text = [str(hook_key) for hook_key in self.hooks]
-        hook_names = [hook.name for hook in self.hooks.values()]
+        hook_keys_as_text = [str(hook_key) for hook_key in self.hook_by_key]
+        hook_names = [hook.name for hook in self.hook_by_key.values()]
         return "hook name" if hook_keys_as_text == hook_names else hook_keys_as_text
 
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
@@ -222,11 +226,11 @@ class Forward(Program):
         }
         return {
             hook_key: next(array_iterator_by_vector_type[self.vector_type(hook)])
-            for hook_key, hook in self.hooks.items()
+            for hook_key, hook in self.hook_by_key.items()
         }
 
 
-def compile_step(forward: Forward) -> Step:
+def compile_step(forward: Forward) -> StepFunction:
     """Reads the weights, and compiles the program that computes every step.
 
     The same program computes all steps. If the last step has few tokens, computing its padding
@@ -236,7 +240,7 @@ def compile_step(forward: Forward) -> Step:
         forward: The program and its checkpoint.
 
     Returns:
-        The function that computes a step. See `Step` for its arguments and results.
+        The function that computes a step. See `StepFunction` for its arguments and results.
     """
     host_rows = forward.rows
     model_weights = read_weights(forward)
@@ -276,28 +280,34 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
 
     Returns:
         The compiled program, a function of (params, token ids, segment ids, positions, flags). The
-        flags are the three flags of each host (see `Step`). The function returns the activations
-        by vector type, and the number of hosts that set each flag.
+        flags are three truth values of each host, (hosts, 3) int32 (see `StepFunction`). The
+        function returns a tuple of:
+            A dict: vector type (the width and the dtype of some hooks) -> the activations at these
+            hooks, (hooks of the type, rows of all hosts, T, width).
+            The number of hosts that set each flag, (3,) int32.
     """
     model = program.model
     host_rows = program.rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         model_params, encoder_weights = params
-        hook_stacks: Any = model.apply({"params": model_params}, tokens, segments, positions)
-        return program.with_codes(hook_stacks, encoder_weights), flags.sum(axis=0)
+        value_stack_by_vector_type: Any = model.apply(
+            {"params": model_params}, tokens, segments, positions
+        )
+        return program.with_codes(value_stack_by_vector_type, encoder_weights), flags.sum(axis=0)
 
     output_shardings = (
         host_rows.outgoing(program.batch_shape[1], model.layout),
         host_rows.everywhere(),
     )
-    # Each host feeds one row with the three flags of `Step`.
+    # Each host feeds one row with its three flags: the truth values that the caller of a step
+    # passes for this host (see `StepFunction`).
     shape_of_host_flags = 1, 3
     shapes_of_fed_arrays = []
     for row_count, row_length in [program.batch_shape] * 3 + [shape_of_host_flags]:
-        shape_of_all_hosts = row_count * host_rows.num_hosts, row_length
+        global_array_shape = row_count * host_rows.num_hosts, row_length
         shapes_of_fed_arrays.append(
-            jax.ShapeDtypeStruct(shape_of_all_hosts, jnp.int32, sharding=host_rows.incoming())
+            jax.ShapeDtypeStruct(global_array_shape, jnp.int32, sharding=host_rows.incoming())
         )
     lowered_program = jax.jit(apply, out_shardings=output_shardings).lower(
         params, *shapes_of_fed_arrays
@@ -326,13 +336,13 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     model = program.model
     param_dtype = jnp.uint16 if program.takes_params_as_bits else model.dtype
     param_shape_by_path = {}
-    for parameter_path, weight_spec in program.weights.items():
+    for parameter_path, weight_spec in program.weight_table.items():
         sharding = model.layout.sharding(weight_spec.logical_axes, weight_spec.shape)
         param_shape_by_path[parameter_path] = jax.ShapeDtypeStruct(
             weight_spec.shape, param_dtype, sharding=sharding
         )
-    shapes_by_encoder = [encoder.shapes(model.layout) for encoder in program.encoders]
-    return _compile(program, (unflatten_dict(param_shape_by_path), shapes_by_encoder), **options)
+    shapes_of_encoders = [encoder.shapes(model.layout) for encoder in program.encoders]
+    return _compile(program, (unflatten_dict(param_shape_by_path), shapes_of_encoders), **options)
 
 
 def bytes_of_step(program: Program) -> float:
@@ -374,7 +384,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     """
     model = forward.model
     layout = forward.layout
-    spec_by_parameter_path = forward.weights
+    spec_by_parameter_path = forward.weight_table
     parameter_value_count = sum(
         math.prod(weight_spec.shape) for weight_spec in spec_by_parameter_path.values()
     )

@@ -52,7 +52,7 @@ def grouped_experts(
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
 
     Returns:
-        The sums, (T, D) float32. See `ExpertSum`.
+        The sums, (T, D) float32. See `ExpertSumFunction`.
     """
     if x.dtype == jnp.float32:
         return tiled_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
@@ -68,7 +68,8 @@ def _run_in_kernels(x: Array, row_counts: Array, stacks: Stacks, interpret: bool
     Letters: n rows, E experts.
 
     Args:
-        x: The rows, sorted by expert, (n, D).
+        x: The inputs of the experts, (n, D), a row for each pair of a token and one of its experts,
+            sorted by expert.
         row_counts: The number of rows of each expert, (E,) int32.
         stacks: The weights of the experts.
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
@@ -97,7 +98,8 @@ def _product(
     Letters: n rows, L layers, E experts, D inputs, M outputs.
 
     Args:
-        x: The rows, sorted by expert, (n, D).
+        x: The rows to multiply, (n, D), one for each pair of a token and one of its experts, sorted
+            by expert.
         stacks: One or two arrays with the weights of the experts of all layers, (L * E, D, M). With
             one array, the result is x times the weights. With two arrays, gate and up, it is
             silu(x gate) * (x up).
@@ -108,32 +110,40 @@ def _product(
     Returns:
         The result, (n, M) in the dtype of x. Its rows that have no expert are meaningless.
     """
-    row_count, input_count = x.shape
-    output_count = stacks[0].shape[-1]
+    row_count, input_width = x.shape
+    output_width = stacks[0].shape[-1]
     # The last tile of each expert may be partly empty, which takes up to one more tile per expert.
     tile_count = -(-row_count // ROWS) + len(row_counts)
-    block_column_count = math.gcd(output_count, COLUMNS)
+    block_column_count = math.gcd(output_width, COLUMNS)
     # The kernel runs once for each block of columns and each tile of rows.
     tile_entry_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
-    stack_block_shape = len(stacks[0]), input_count, block_column_count
+    stack_block_shape = len(stacks[0]), input_width, block_column_count
     stack_block_spec = pl.BlockSpec(stack_block_shape, lambda block, tile: (0, 0, block))
-    expert_by_tile, first_row_by_tile, end_row_by_tile = _tile_table(row_counts, tile_count)
+    expert_numbers_of_tiles, first_row_indices_of_tiles, end_row_indices_of_tiles = _tile_table(
+        row_counts, tile_count
+    )
     return pl.pallas_call(
-        partial(_multiply, inputs_at_once=math.gcd(input_count, INNER)),
-        grid=(output_count // block_column_count, tile_count),
+        partial(_multiply, inputs_at_once=math.gcd(input_width, INNER)),
+        grid=(output_width // block_column_count, tile_count),
         in_specs=[
             *([tile_entry_spec] * 3),
             pl.BlockSpec(x.shape, lambda block, tile: (0, 0)),
             *([stack_block_spec] * len(stacks)),
         ],
         out_specs=pl.BlockSpec((row_count, block_column_count), lambda block, tile: (0, block)),
-        out_shape=jax.ShapeDtypeStruct((row_count, output_count), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((row_count, output_width), x.dtype),
         # If rows are multiplied with two stacks (the gate and the up projection) at the same time,
         # the sums need twice the registers, so there are twice the warps. There are fewer stages of
         # the kernel's pipeline, because each stage takes more of a core's memory.
         compiler_params=plgpu.CompilerParams(num_warps=4 * len(stacks), num_stages=4 - len(stacks)),
         interpret=interpret,
-    )(first_expert + expert_by_tile, first_row_by_tile, end_row_by_tile, x, *stacks)
+    )(
+        first_expert + expert_numbers_of_tiles,
+        first_row_indices_of_tiles,
+        end_row_indices_of_tiles,
+        x,
+        *stacks,
+    )
 
 
 def _tile_table(row_counts: Array, tile_count: int) -> tuple[Array, Array, Array]:
@@ -154,20 +164,25 @@ def _tile_table(row_counts: Array, tile_count: int) -> tuple[Array, Array, Array
           larger than the end in the third array, so that the tile has no rows.
         - The end of the rows of each tile's expert: the index of the row after the last one.
     """
-    tile_count_by_expert = -(-row_counts // ROWS)
-    end_row_by_expert = jnp.cumsum(row_counts)
+    tile_counts_of_experts = -(-row_counts // ROWS)
+    end_row_indices_of_experts = jnp.cumsum(row_counts)
     tile_numbers = jnp.arange(tile_count, dtype=jnp.int32)
-    end_tile_by_expert = jnp.cumsum(tile_count_by_expert)
-    expert_by_tile = jnp.searchsorted(end_tile_by_expert, tile_numbers, side="right").clip(
-        max=len(row_counts) - 1
+    end_tile_numbers_of_experts = jnp.cumsum(tile_counts_of_experts)
+    expert_numbers_of_tiles = jnp.searchsorted(
+        end_tile_numbers_of_experts, tile_numbers, side="right"
+    ).clip(max=len(row_counts) - 1)
+    tile_numbers_in_expert = (
+        tile_numbers
+        - (end_tile_numbers_of_experts - tile_counts_of_experts)[expert_numbers_of_tiles]
     )
-    tile_number_in_expert = (
-        tile_numbers - (end_tile_by_expert - tile_count_by_expert)[expert_by_tile]
+    first_row_indices_of_tiles = (end_row_indices_of_experts - row_counts)[
+        expert_numbers_of_tiles
+    ] + tile_numbers_in_expert * ROWS
+    return (
+        expert_numbers_of_tiles.astype(jnp.int32),
+        first_row_indices_of_tiles,
+        end_row_indices_of_experts[expert_numbers_of_tiles],
     )
-    first_row_by_tile = (end_row_by_expert - row_counts)[
-        expert_by_tile
-    ] + tile_number_in_expert * ROWS
-    return expert_by_tile.astype(jnp.int32), first_row_by_tile, end_row_by_expert[expert_by_tile]
 
 
 def _multiply(
@@ -196,12 +211,12 @@ def _multiply(
         inputs_at_once: The number of inputs that are multiplied at a time.
     """
     *stack_blocks, out_ref = stacks_and_out
-    first_row = start_ref[0]
-    end_row = end_ref[0]
+    first_row_index = start_ref[0]
+    end_row_index = end_ref[0]
     expert_number = expert_ref[0]
-    tile_rows_slice = pl.ds(first_row, ROWS)
+    tile_rows_slice = pl.ds(first_row_index, ROWS)
     # The rows after the expert's last one belong to other experts.
-    is_row_of_expert = (first_row + jnp.arange(ROWS) < end_row)[:, None]
+    is_row_of_expert = (first_row_index + jnp.arange(ROWS) < end_row_index)[:, None]
 
     def add_inputs(number: Array, products: list[Array]) -> list[Array]:
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
@@ -213,7 +228,7 @@ def _multiply(
             )
         return product_of_each_stack
 
-    @pl.when(first_row < end_row)
+    @pl.when(first_row_index < end_row_index)
     def _() -> None:
         zero_products = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stack_blocks)
         products = lax.fori_loop(0, x_ref.shape[1] // inputs_at_once, add_inputs, zero_products)

@@ -81,16 +81,16 @@ class HookKind:
     Attributes:
         name: The canonical name. In this and all other names, "{}" stands for the number of the
             layer. A model has a single hook of a kind without "{}".
-        letters: One letter for each axis of the values of a token, such as "NH" for heads and head
-            size; "" if a token has no such axes. qwen2_jax.py and delta_net.py explain the letters.
-            In addition, S is the number of tokens of a row, and Q the number of heads of the query
-            projection, which may contain a gate for each head. The width of the hook is the product
-            of these sizes and `width_factor`.
+        axis_letters: One letter for each axis of the values of a token, such as "NH" for heads and
+            head size; "" if a token has no such axes. qwen2_jax.py and delta_net.py explain the
+            letters. In addition, S is the number of tokens of a row, and Q the number of heads of
+            the query projection, which may contain a gate for each head. The width of the hook is
+            the product of these sizes and `width_factor`.
         intermediate_path: The dotted path of the array to capture among the intermediates of a
             layer, such as "attn.q": the names of the modules that contain the array, then its own
             name.
-        modules: The names of the same values in Hugging Face: module paths that end in ".input" or
-            ".output".
+        module_names: The names of the same values in Hugging Face: module paths that end in
+            ".input" or ".output".
         aliases: The other names in TransformerLens.
         is_after_layers: Whether the kind comes after the last layer. False for kinds in layers and
             for the kind before the first layer.
@@ -103,9 +103,9 @@ class HookKind:
     """
 
     name: str
-    letters: str
+    axis_letters: str
     intermediate_path: str
-    modules: tuple[str, ...] = ()
+    module_names: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     is_after_layers: bool = False
     type_words: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class HookKind:
     @property
     def grows_with_row_length(self) -> bool:
         """Returns whether the width of this kind grows with the number of tokens in a row."""
-        return "S" in self.letters
+        return "S" in self.axis_letters
 
     @property
     def is_large(self) -> bool:
@@ -128,7 +128,7 @@ class HookKind:
 
         The width of a large kind grows with the tokens of a row or with the vocabulary.
         """
-        return self.grows_with_row_length or "V" in self.letters
+        return self.grows_with_row_length or "V" in self.axis_letters
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """Returns the number of values that a token has at a hook of this kind.
@@ -136,7 +136,7 @@ class HookKind:
         Args:
             sizes: Letter of an axis -> its size in the model.
         """
-        return math.prod(sizes[letter] for letter in self.letters) * self.width_factor
+        return math.prod(sizes[letter] for letter in self.axis_letters) * self.width_factor
 
     def vector_type(self, sizes: Mapping[str, int], dtype: Any) -> VectorType:
         """Returns the width and dtype of the values that a token has at a hook of this kind.
@@ -196,12 +196,12 @@ class Hook(NamedTuple):
         return self.kind.name.format(self.layer)
 
     @property
-    def module(self) -> str | None:
+    def module_name(self) -> str | None:
         """The first Hugging Face name of the hook's values, such as "model.layers.3.output".
 
         None if the values have no name in Hugging Face.
         """
-        return self.kind.modules[0].format(self.layer) if self.kind.modules else None
+        return self.kind.module_names[0].format(self.layer) if self.kind.module_names else None
 
     def names(self) -> list[str]:
         """Returns all names of the hook.
@@ -209,7 +209,7 @@ class Hook(NamedTuple):
         They are the canonical name, the aliases, and the names of the hook's modules in
         transformers, in this order.
         """
-        name_patterns = self.kind.name, *self.kind.aliases, *self.kind.modules
+        name_patterns = self.kind.name, *self.kind.aliases, *self.kind.module_names
         return [name_pattern.format(self.layer) for name_pattern in name_patterns]
 
     def matching(self, pattern: str) -> list[str]:
@@ -241,17 +241,17 @@ class Hook(NamedTuple):
             `heads` and `head_size`. For an attention pattern, it also has `heads` and `keys` (the
             number of tokens of a row).
         """
-        hook_metadata: dict[str, Any] = {"module": self.module, "aliases": self.names()[1:]}
+        hook_metadata: dict[str, Any] = {"module": self.module_name, "aliases": self.names()[1:]}
         hook_metadata["width"] = self.kind.width(sizes)
         if self.kind.dtype is not None:
             hook_metadata["dtype"] = self.kind.dtype
-        letters_of_head_axes = self.kind.letters[:-1]
-        head_size_letter = self.kind.letters[-1:]
+        letters_of_head_axes = self.kind.axis_letters[:-1]
+        head_size_letter = self.kind.axis_letters[-1:]
         if head_size_letter and head_size_letter in HEAD_SIZES:
             hook_metadata["heads"] = math.prod(sizes[letter] for letter in letters_of_head_axes)
             hook_metadata["head_size"] = sizes[head_size_letter]
         if self.kind.grows_with_row_length:
-            hook_metadata["heads"] = sizes[self.kind.letters[0]]
+            hook_metadata["heads"] = sizes[self.kind.axis_letters[0]]
             hook_metadata["keys"] = sizes["S"]
         return hook_metadata
 
@@ -359,7 +359,7 @@ class HookTable:
         hooks_of_model = self.all_hooks(depth, large=True)
         for hook in hooks_of_model:
             hook_names = hook.names()
-            if "V" in hook.kind.letters and any(
+            if "V" in hook.kind.axis_letters and any(
                 fnmatchcase(hook_name, pattern) for hook_name in hook_names
             ):
                 return InputError(
@@ -378,17 +378,17 @@ class HookTable:
 # The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
 # following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
 # SPARSE). `_type_words` maps each word to the types of layers in a model.
-EVERY = "every"  # word for all layers
-NORMED = "normed"  # word for layers whose attention has norms of queries and keys
-GATED = "gated"  # word for layers whose attention has a gate on its output
-SHARED = "shared"  # word for layers with a shared expert
-# Words for layers with linear attention whose projections are stored as separate tensors (APART),
-# or interleaved in one tensor (INTERLEAVED).
+EVERY = "every"  # word in HOOK_KINDS for all layers
+NORMED = "normed"  # word in HOOK_KINDS for layers whose attention has norms of queries and keys
+GATED = "gated"  # word in HOOK_KINDS for layers whose attention has a gate on its output
+SHARED = "shared"  # word in HOOK_KINDS for layers with a shared expert
+# Words in HOOK_KINDS for layers with linear attention whose projections are stored as separate
+# tensors (APART), or interleaved in one tensor (INTERLEAVED).
 APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks in layers, in the order in which a layer computes them. The columns contain:
 #   a word for the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,
 #   the canonical name, without the prefix "blocks.{}.",
-#   the letters of the width (see `HookKind.letters`),
+#   the letters of the width (see `HookKind.axis_letters`),
 #   the path of the intermediate (see `HookKind.intermediate_path`),
 #   the names in Hugging Face, without the prefix "model.layers.{}.", separated by spaces,
 #   the aliases, without the prefix "blocks.{}.", separated by spaces.
@@ -492,65 +492,67 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """
     delta_config, experts_config = config.delta, config.experts
     type_words_of_attention = () if delta_config is None else (ATTENTION,)
-    layer_types_by_word_in_table: dict[str, tuple[str, ...]] = {
+    type_words_by_word_in_table: dict[str, tuple[str, ...]] = {
         EVERY: (),
         ATTENTION: type_words_of_attention,
     }
-    layer_types_by_word_in_table[DENSE] = () if experts_config is None else (DENSE,)
+    type_words_by_word_in_table[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        layer_types_by_word_in_table[NORMED] = type_words_of_attention
+        type_words_by_word_in_table[NORMED] = type_words_of_attention
     if config.q_gate:
-        layer_types_by_word_in_table[GATED] = type_words_of_attention
+        type_words_by_word_in_table[GATED] = type_words_of_attention
     if delta_config is not None:
-        layer_types_by_word_in_table[LINEAR] = (LINEAR,)
-        # In HOOK_KINDS, rows with APART and rows with INTERLEAVED have different names in Hugging
-        # Face, where a projection is the output of a module only if it is stored separately.
-        layer_types_by_word_in_table[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
+        type_words_by_word_in_table[LINEAR] = (LINEAR,)
+        # The rows of HOOK_KINDS with APART contain the names of Hugging Face modules, each of which
+        # computes one projection. The rows with INTERLEAVED contain no such names, because a single
+        # module computes several interleaved projections.
+        type_words_by_word_in_table[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
-        layer_types_by_word_in_table[SPARSE] = (SPARSE,)
+        type_words_by_word_in_table[SPARSE] = (SPARSE,)
         if experts_config.shared_width:
-            layer_types_by_word_in_table[SHARED] = (SPARSE,)
-    return layer_types_by_word_in_table
+            type_words_by_word_in_table[SHARED] = (SPARSE,)
+    return type_words_by_word_in_table
 
 
-def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:
+def _kinds(
+    type_words_by_word_in_table: Mapping[str, tuple[str, ...]], top_logits: int
+) -> list[HookKind]:
     """Makes the kinds of hooks of a model, in the order in which they are computed.
 
     Args:
-        type_words: The layers that have a kind of hook, for each word in the first column of the
-            table HOOK_KINDS, such as EVERY. A layer has the kinds in the rows with this word if its
-            type contains one of the words in the value, such as ("sparse",). The value () means all
-            layers. Rows whose word is missing from the dict are left out.
+        type_words_by_word_in_table: A word in the first column of the table HOOK_KINDS, such as
+            SHARED -> the field `HookKind.type_words` of all kinds in the rows with this word, such
+            as ("sparse",). Rows whose word is not a key are left out.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for (
-        layers_word,
+        word_in_table,
         kind_name,
-        width_letters,
+        axis_letters,
         intermediate_path,
         joined_module_names,
         joined_alias_names,
     ) in HOOK_KINDS:
-        if layers_word not in type_words:
+        if word_in_table not in type_words_by_word_in_table:
             continue
         # If the model also has layers with experts, `mlp.gate` is the name of their router. So in
         # dense layers, for example the alias "mlp.gate.hook_out" becomes "mlp.dense_gate.hook_out".
-        if type_words[layers_word] == (DENSE,):
+        if type_words_by_word_in_table[word_in_table] == (DENSE,):
             joined_alias_names = re.sub(
                 r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", joined_alias_names
             )
         hook_kinds.append(
             HookKind(
                 f"blocks.{{}}.{kind_name}",
-                width_letters,
+                axis_letters,
                 intermediate_path,
                 tuple(
                     f"model.layers.{{}}.{module_name}"
                     for module_name in joined_module_names.split()
                 ),
                 tuple(f"blocks.{{}}.{alias_name}" for alias_name in joined_alias_names.split()),
-                type_words=type_words[layers_word],
+                type_words=type_words_by_word_in_table[word_in_table],
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate_path),
             )
         )

@@ -25,9 +25,9 @@ from activation_extraction.model.attention import (
     whole_blocks,
 )
 from activation_extraction.model.delta_kernel import pallas_delta_rule
-from activation_extraction.model.delta_net import DeltaRule, gated_delta_rule
+from activation_extraction.model.delta_net import DeltaRuleFunction, gated_delta_rule
 from activation_extraction.model.expert_kernel import pallas_experts
-from activation_extraction.model.experts import ExpertSum, ragged_experts, tiled_experts
+from activation_extraction.model.experts import ExpertSumFunction, ragged_experts, tiled_experts
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
@@ -47,15 +47,15 @@ class Kernels(NamedTuple):
 
     Attributes:
         attention: The function that computes attention; see `Attention` in attention.py.
-        experts: The function that computes the weighted sums of experts; see `ExpertSum` in
+        experts: The function that computes the weighted sums of experts; see `ExpertSumFunction` in
             experts.py.
-        delta_rule: The function that computes the gated delta rule; see `DeltaRule` in
+        delta_rule: The function that computes the gated delta rule; see `DeltaRuleFunction` in
             delta_net.py.
     """
 
     attention: Attention = blocked_attention
-    experts: ExpertSum = tiled_experts
-    delta_rule: DeltaRule = gated_delta_rule
+    experts: ExpertSumFunction = tiled_experts
+    delta_rule: DeltaRuleFunction = gated_delta_rule
 
 
 def splash_attention(

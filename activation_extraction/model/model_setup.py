@@ -465,7 +465,7 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
         )
     hook_widths = []
     hook_dtypes = []
-    for hook in forward.hooks.values():
+    for hook in forward.hook_by_key.values():
         if hook.name in bytes_per_token_by_hook:
             vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
             hook_widths.append(vector_type.width)

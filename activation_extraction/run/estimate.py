@@ -252,7 +252,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     rows_per_host, tokens_per_row = request.batch_shape
     num_rows_of_step = rows_per_host * program.rows.num_hosts
     cost_model = CostModel(
-        program.model, program.weights, num_rows_of_step, tokens_per_row, program.encoders
+        program.model, program.weight_table, num_rows_of_step, tokens_per_row, program.encoders
     )
     step_cost = cost_model.estimate(mesh_layout, devices_of_mesh)
     usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)

@@ -229,7 +229,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     code_hook_names = tuple(encoder.hook.name for encoder in forward.encoders)
     dtype_by_hook_name = {
         hook.name: hook.kind.dtype
-        for hook in forward.hooks.values()
+        for hook in forward.hook_by_key.values()
         if hook.name not in code_hook_names
     }
     stores_top_logits = any(hook_name.startswith("logits.top_") for hook_name in dtype_by_hook_name)

@@ -550,11 +550,11 @@ def plan_storage(
     }
     facts_by_hook_key = {
         hook_key: encoder_metadata_by_hook_name.get(hook.name) or hook.metadata(forward.sizes)
-        for hook_key, hook in forward.hooks.items()
+        for hook_key, hook in forward.hook_by_key.items()
     }
     return ActivationStorage(
         folders.folder,
-        {hook_key: hook.name for hook_key, hook in forward.hooks.items()},
+        {hook_key: hook.name for hook_key, hook in forward.hook_by_key.items()},
         storage_options_of_host,
         identity,
         folders.remote,

@@ -19,7 +19,7 @@ from activation_extraction.model.devices import (
     usable_devices,
 )
 from activation_extraction.model.family import read_model_config
-from activation_extraction.model.forward import Step, compile_step
+from activation_extraction.model.forward import StepFunction, compile_step
 from activation_extraction.model.model_setup import choose_hooks, prepare_model
 from activation_extraction.run.prepare import step_request
 from activation_extraction.store.chosen_samples import StatesRecomputer
@@ -121,7 +121,7 @@ def load_for_hidden_states(
         prepared_model = prepare_model(step_request(step_config))
 
     @functools.cache
-    def compiled_step() -> Step:
+    def compiled_step() -> StepFunction:
         """Returns the compiled step. The first call reads the weights and compiles the step."""
         with device_errors():
             return compile_step(prepared_model)

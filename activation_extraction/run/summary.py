@@ -82,7 +82,8 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     say(
         f"{'done' if complete else 'interrupted'}: "
         f"{counted(stored_totals.samples, 'sample')}, {counted(stored_totals.tokens, 'token')}, "
-        f"{counted(len(run.forward.hooks), 'hook')}, {counted(stored_totals.shards, 'shard')}, "
+        f"{counted(len(run.forward.hook_by_key), 'hook')}, "
+        f"{counted(stored_totals.shards, 'shard')}, "
         f"{stored_totals.bytes / 1e6:,.1f} MB in {run.output_url}"
     )
     if run.text.options.skip_bad_rows:
@@ -262,7 +263,7 @@ def list_hooks(
     table_rows: list[tuple[str, ...]] = [COLUMNS]
     for hook_kind in table.kinds:
         vector_type = hook_kind.vector_type(size_of_letter, dtype)
-        module_name, *other_module_names = hook_kind.modules or ("",)
+        module_name, *other_module_names = hook_kind.module_names or ("",)
         hook_layers = hook_kind.layers(num_layers, table.layer_types)
         # K stands for the number of a layer.
         displayed_hook_name = hook_kind.name.format("K")
