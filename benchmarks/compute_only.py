@@ -57,13 +57,13 @@ def mean_seconds(step: StepFunction, batches: Sequence[Batch], min_seconds: floa
 
 
 def main() -> None:
-    extraction_options = parse_args(sys.argv[1:])
+    config = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
-    program = prepare_model(step_request(extraction_options))
+    program = prepare_model(step_request(config))
     num_rows, row_length = program.batch_shape
     token_ids_of_documents = tokenise(
-        Path(extraction_options.model_options.model_path),
-        Path(str(extraction_options.text_options.dataset_path)),
+        Path(config.model_options.model_path),
+        Path(str(config.text_options.dataset_path)),
         row_length,
     )
     packed_batches = list(pack(samples_of(token_ids_of_documents), num_rows, row_length))

@@ -172,7 +172,7 @@ def main() -> None:
         (data_folder / "template.jinja").write_text(TEMPLATE)
         dataset_flags = f"--dataset_path {data_folder}/*.parquet"
         chat_flags = f"--messages_column messages --chat_template {data_folder}/template.jinja"
-        flags_of_input_name = {
+        flags_by_input_name = {
             "text": dataset_flags,
             "chat": f"{dataset_flags} {chat_flags}",
             "mixture": f"--mix {data_folder}/0.parquet=0.7 {data_folder}/1.parquet=0.3",
@@ -181,33 +181,33 @@ def main() -> None:
             "ids": f"{dataset_flags} --ids_column ids",
         }
         tokens_per_second_of_rounds_by_input: dict[str, list[float]] = {
-            input_name: [] for input_name in flags_of_input_name
+            input_name: [] for input_name in flags_by_input_name
         }
         for _ in range(parsed_flags.rounds):
-            for input_name, flags in flags_of_input_name.items():
-                extraction_options = parse_args(flags.split())
+            for input_name, flags in flags_by_input_name.items():
+                config = parse_args(flags.split())
                 tokens_per_second = measure(
-                    extraction_options.text_options, parsed_flags.tokenizer or data_folder
+                    config.text_options, parsed_flags.tokenizer or data_folder
                 )
                 tokens_per_second_of_rounds_by_input[input_name].append(tokens_per_second)
                 print(f"{input_name}: {tokens_per_second:,.0f} tokens/s", flush=True)
-        median_speed_of_input_name = {
+        median_speed_by_input_name = {
             input_name: statistics.median(speeds_of_rounds)
             for input_name, speeds_of_rounds in tokens_per_second_of_rounds_by_input.items()
         }
-        speed_ratio_of_input_name = {
-            input_name: round(median_speed / median_speed_of_input_name["text"], 2)
-            for input_name, median_speed in median_speed_of_input_name.items()
+        speed_ratio_by_input_name = {
+            input_name: round(median_speed / median_speed_by_input_name["text"], 2)
+            for input_name, median_speed in median_speed_by_input_name.items()
         }
-        padding_fraction_of_shape = {
+        padding_fraction_by_shape = {
             f"{num_rows} x {row_length}": round(padding_fraction(num_rows, row_length), 4)
             for num_rows, row_length in PADDING_SHAPES
         }
         print_result(
             {
-                "tokens_per_second": median_speed_of_input_name,
-                "of_text": speed_ratio_of_input_name,
-                "padding": padding_fraction_of_shape,
+                "tokens_per_second": median_speed_by_input_name,
+                "of_text": speed_ratio_by_input_name,
+                "padding": padding_fraction_by_shape,
             }
         )
 

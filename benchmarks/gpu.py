@@ -70,21 +70,26 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
     layers_to_store = map(str, evenly_spaced(num_hooks, num_layers))
     extraction_flags += ["--shard_format", "safetensors", "--layers_to_extract", *layers_to_store]
     compute_command = [sys.executable, "-m", "benchmarks.compute_only", *extraction_flags]
-    compute_figures = run(compute_command, options.platform).result
+    figures_of_computing = run(compute_command, options.platform).result
     output_folder = options.folder / "out"
     extraction_figures = extract(output_folder, extraction_flags, options.platform)
     run_metadata = json.loads((output_folder / "metadata.json").read_text())
     shutil.rmtree(output_folder)
-    full_rows_speed = compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
+    full_rows_speed = (
+        figures_of_computing["full_rows_tokens"] / figures_of_computing["full_rows_seconds"]
+    )
     return {
         "step_tokens_per_second": full_rows_speed,
-        "step_flops_per_second": full_rows_speed * compute_figures["full_rows_flops_per_token"],
-        "packed_tokens_per_second": compute_figures["tokens"] / compute_figures["seconds"],
+        "step_flops_per_second": full_rows_speed
+        * figures_of_computing["full_rows_flops_per_token"],
+        "packed_tokens_per_second": figures_of_computing["tokens"]
+        / figures_of_computing["seconds"],
         "tokens_per_second": extraction_figures["tokens"]
         / extraction_figures["extraction_seconds"],
         "bytes_per_second": extraction_figures["bytes"] / extraction_figures["extraction_seconds"],
         "kernels": {
-            kernel_field: run_metadata[kernel_field] for kernel_field in compute_figures["kernels"]
+            kernel_field: run_metadata[kernel_field]
+            for kernel_field in figures_of_computing["kernels"]
         },
         **{
             figure_name: extraction_figures[figure_name]
@@ -179,13 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=parsed_flags.folder) as temporary_folder:
         parsed_flags.folder = Path(temporary_folder)
         make_documents(parsed_flags.folder / "documents.jsonl", parsed_flags.documents)
-        peak_flops_per_second_of_library = {}
+        peak_flops_per_second_by_library = {}
         for library in ("jax", "torch"):
             peak_command = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
             peak_command += ["--dtypes", "bfloat16"]
             if backend == "gpu":
                 peak_command.append("--gpu")
-            peak_flops_per_second_of_library[library] = best(
+            peak_flops_per_second_by_library[library] = best(
                 run(peak_command, parsed_flags.platform).result
             )["bfloat16"]
         # Shape and number of hooks, such as "7B 14" -> "ours" or "transformers" -> figures.
@@ -202,20 +207,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "ours": tool_figures,
                     "transformers": torch_figures,
                 }
-                peak_flops_per_second = max(peak_flops_per_second_of_library.values())
+                peak_flops_per_second = max(peak_flops_per_second_by_library.values())
                 description_lines = describe(
                     shape_name, num_hooks, tool_figures, torch_figures, peak_flops_per_second
                 )
                 print(*description_lines, sep="\n", flush=True)
             shutil.rmtree(model_folder)
-    value_of_flag = vars(parsed_flags).copy()
+    value_by_flag_name = vars(parsed_flags).copy()
     # --folder is a temporary folder, which means nothing to readers of the result.
-    del value_of_flag["folder"]
+    del value_by_flag_name["folder"]
     print_result(
         {
-            "asked": value_of_flag,
+            "asked": value_by_flag_name,
             "device": device_kind,
-            "peak_flops_per_second": peak_flops_per_second_of_library,
+            "peak_flops_per_second": peak_flops_per_second_by_library,
             "rows": figures_by_shape_and_hooks,
         }
     )

@@ -113,11 +113,13 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(folder, [])
-    spec_of_path = weight_table(Qwen2(parse_model_config(config)))
+    weight_spec_by_parameter_path = weight_table(Qwen2(parse_model_config(config)))
     if config["tie_word_embeddings"]:
-        del spec_of_path["lm_head", "weight"]
-    write_weights(folder / "model.safetensors", spec_of_path.values())
-    return sum(int(np.prod(weight_spec.shape)) for weight_spec in spec_of_path.values())
+        del weight_spec_by_parameter_path["lm_head", "weight"]
+    write_weights(folder / "model.safetensors", weight_spec_by_parameter_path.values())
+    return sum(
+        int(np.prod(weight_spec.shape)) for weight_spec in weight_spec_by_parameter_path.values()
+    )
 
 
 def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
@@ -133,17 +135,17 @@ def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
             each tensor.
     """
     normal_values = np.random.default_rng(0).standard_normal(DRAWN_COUNT, np.float32)
-    spec_of_tensor = {
+    weight_spec_by_tensor_name = {
         tensor_name: weight_spec for weight_spec in specs for tensor_name in weight_spec.hf_names
     }
     bfloat16_dtype = np.dtype(ml_dtypes.bfloat16)
-    dtype_and_shape_of_tensor = {
+    dtype_and_shape_by_tensor_name = {
         tensor_name: (bfloat16_dtype, weight_spec.hf_shape)
-        for tensor_name, weight_spec in spec_of_tensor.items()
+        for tensor_name, weight_spec in weight_spec_by_tensor_name.items()
     }
     with path.open("wb") as weight_file:
-        weight_file.write(pack_header(dtype_and_shape_of_tensor, {}))
-        for tensor_name, weight_spec in spec_of_tensor.items():
+        weight_file.write(pack_header(dtype_and_shape_by_tensor_name, {}))
+        for tensor_name, weight_spec in weight_spec_by_tensor_name.items():
             weight_values = normal_values / np.float32(math.sqrt(weight_spec.hf_shape[-1]))
             if tensor_name.endswith("norm.weight"):
                 weight_values += 1

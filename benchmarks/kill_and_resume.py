@@ -71,8 +71,9 @@ os._exit(status)
 # A process is killed at a random moment, at most this number of seconds after its start or after
 # its first sign of life.
 MAX_SECONDS_TO_KILL = 0.8
-# The largest allowed difference between a value of a disturbed run and the same value of an
-# undisturbed run, divided by the root mean square of the values at the hook.
+# The largest allowed difference between a value of a disturbed run (whose processes were killed or
+# stopped) and the same value of an undisturbed run, divided by the root mean square of the values
+# at the hook.
 TOLERANCE = 1e-5
 # Words in the message of a process whose folder another process has taken over.
 TAKEN_OVER = "has taken over"
@@ -212,7 +213,7 @@ class Extraction:
         Raises:
             RuntimeError: If a process fails.
         """
-        count_of_event: Counter[str] = Counter()
+        count_by_event: Counter[str] = Counter()
 
         def start(writer_number: int) -> StartedProcess:
             return self.start("--output_dir", str(self.folder / f"disk_{writer_number}"))
@@ -225,17 +226,17 @@ class Extraction:
                 chosen_process.send_signal(signal.SIGSTOP)
                 time.sleep(self.rng.uniform(0.5, 4))
                 chosen_process.send_signal(signal.SIGCONT)
-                count_of_event["stopped"] += 1
+                count_by_event["stopped"] += 1
             else:
                 chosen_process.kill()
                 chosen_process.wait()
             for writer_number, started_process in enumerate(running_processes):
                 if started_process.process.poll() is not None:
-                    count_of_event[started_process.end()] += 1
+                    count_by_event[started_process.end()] += 1
                     running_processes[writer_number] = start(writer_number)
-        count_of_event.update(started_process.end() for started_process in running_processes)
+        count_by_event.update(started_process.end() for started_process in running_processes)
         assert start(0).end() == "done"
-        return count_of_event
+        return count_by_event
 
 
 class Sample(NamedTuple):
@@ -279,14 +280,14 @@ def samples_in(*urls: object) -> dict[int, Sample]:
             )
             for stored_sample, table_row in zip(samples_of_commit, table_rows, strict=True):
                 sample_facts = table_row.facts
-                stored_tokens = stored_sample.tokens
                 sample_number = sample_facts.sample_idx
-                if sample_number in sample_by_number or stored_tokens.sample_idx != sample_number:
+                number_in_shard_file = stored_sample.tokens.sample_idx
+                if sample_number in sample_by_number or number_in_shard_file != sample_number:
                     raise RuntimeError(f"{folder.url}: sample {sample_number} is stored twice")
                 sample_by_number[sample_number] = Sample(
                     (
-                        np.asarray(stored_tokens.token_ids).tolist(),
-                        stored_tokens.positions.tolist(),
+                        np.asarray(stored_sample.tokens.token_ids).tolist(),
+                        stored_sample.tokens.positions.tolist(),
                     ),
                     sample_facts,
                     dict(zip(commit.names, stored_sample.values_of_hooks, strict=True)),
@@ -296,6 +297,9 @@ def samples_in(*urls: object) -> dict[int, Sample]:
 
 def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]) -> float:
     """Compares the samples of a disturbed run with the samples of an undisturbed run.
+
+    The processes of a disturbed run are killed or stopped at random, and the run is continued until
+    it is complete. Both runs have the same input.
 
     Args:
         disturbed: Sample number -> sample of the disturbed run.
@@ -346,7 +350,11 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
 
 
 def make_texts() -> list[str]:
-    """Returns DOCUMENTS texts of 0 to 60 consecutive words, chosen at random from the demo."""
+    """Returns DOCUMENTS texts of at most 60 words.
+
+    Each text consists of consecutive words from a random place in demo_texts.txt, the file with the
+    texts of --demo. Some texts are empty.
+    """
     rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
     first_word_indices = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
@@ -469,7 +477,7 @@ def disturb(
     seed: int,
     action: Callable[[Extraction, Callable[[], object]], Any],
 ) -> tuple[Any, dict[int, Sample]]:
-    """Makes a run while it is disturbed, verifies its files and reads its samples.
+    """Makes a run whose processes are killed or stopped, verifies its files and reads its samples.
 
     Args:
         folder: The folder in which the run, the logs of its processes and the script that they run
@@ -523,20 +531,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parsed_flags = parser.parse_args(argv)
     start_time = time.perf_counter()
     # Event -> how often it occurred in the runs with several writers (see `Extraction.compete`).
-    count_of_event: Counter[str] = Counter()
+    count_by_event: Counter[str] = Counter()
     # Name of an input -> largest deviation of its disturbed runs from the undisturbed run.
-    largest_deviation_of_input: dict[str, float] = {}
+    largest_deviation_by_input: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         work_folder = Path(temporary_folder)
         flags_by_input_name = make_inputs(work_folder / "inputs")
         # Name of an input -> number of a sample -> sample of an undisturbed run.
-        undisturbed_samples_of_input: dict[str, dict[int, Sample]] = {}
+        undisturbed_samples_by_input: dict[str, dict[int, Sample]] = {}
 
         def compare(input_name: str, disturbed_sample_by_number: Mapping[int, Sample]) -> None:
             """Checks that a disturbed run has stored the same samples as an undisturbed run.
 
-            The largest deviation of each input is kept in `largest_deviation_of_input`, for the
-            result. The undisturbed run is made when it is first needed.
+            The processes of the disturbed run were killed or stopped, and the run was continued
+            until it was complete. The undisturbed run is made when the input is first compared. The
+            largest difference between the activations of the two runs (see `deviation`) is stored
+            in `largest_deviation_by_input`, which the benchmark prints at the end.
 
             Args:
                 input_name: The name of the input of both runs.
@@ -545,7 +555,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             Raises:
                 RuntimeError: If the samples differ by more than rounding explains.
             """
-            if input_name not in undisturbed_samples_of_input:
+            if input_name not in undisturbed_samples_by_input:
                 output_folder = work_folder / "whole" / input_name
                 run_tool(
                     *flags_by_input_name[input_name],
@@ -555,12 +565,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "--output_dir",
                     output_folder,
                 )
-                undisturbed_samples_of_input[input_name] = samples_in(output_folder)
+                undisturbed_samples_by_input[input_name] = samples_in(output_folder)
             largest_deviation = deviation(
-                disturbed_sample_by_number, undisturbed_samples_of_input[input_name]
+                disturbed_sample_by_number, undisturbed_samples_by_input[input_name]
             )
-            largest_deviation_of_input[input_name] = max(
-                largest_deviation, largest_deviation_of_input.get(input_name, 0.0)
+            largest_deviation_by_input[input_name] = max(
+                largest_deviation, largest_deviation_by_input.get(input_name, 0.0)
             )
             if largest_deviation > TOLERANCE:
                 raise RuntimeError(
@@ -606,14 +616,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                 parsed_flags.seed + round_number,
                 partial(compete, num_writers),
             )
-            count_of_event.update(event_counts_of_round)
+            count_by_event.update(event_counts_of_round)
             compare(input_name, disturbed_sample_by_number)
     print_result(
         {
             "kills": total_num_kills,
             "rounds": parsed_flags.rounds,
-            "writers": count_of_event,
-            "largest_deviation_of_rms": largest_deviation_of_input,
+            "writers": count_by_event,
+            "largest_deviation_of_rms": largest_deviation_by_input,
             "seconds": round(time.perf_counter() - start_time, 1),
         }
     )

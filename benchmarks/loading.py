@@ -65,9 +65,9 @@ def quantise(source: Path, target: Path) -> None:
     (target / "config.json").write_text(
         json.dumps(config_fields | {"quantization_config": QUANTIZATION})
     )
-    tensor_of_name = load_file(source / SINGLE_FILE)
+    tensor_by_name = load_file(source / SINGLE_FILE)
     rng = np.random.default_rng(0)
-    for tensor_name, weight in [*tensor_of_name.items()]:
+    for tensor_name, weight in [*tensor_by_name.items()]:
         if not tensor_name.endswith("_proj.weight"):
             continue
         num_rows, num_columns = weight.shape
@@ -75,11 +75,11 @@ def quantise(source: Path, target: Path) -> None:
         # The standard deviation of the weights is 1 / sqrt(num_columns) (see `write_weights`).
         smallest_scale = SMALLEST_SCALE / num_columns**0.5
         block_scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
-        scale_of_value = block_scales.repeat(BLOCK, 0)[:num_rows].repeat(BLOCK, 1)[:, :num_columns]
-        scaled_weight = weight.astype(np.float32) / scale_of_value.astype(np.float32)
-        tensor_of_name[tensor_name] = scaled_weight.astype(VALUE_DTYPE)
-        tensor_of_name[f"{tensor_name}_scale_inv"] = block_scales
-    save_file(tensor_of_name, target / SINGLE_FILE)
+        value_scales = block_scales.repeat(BLOCK, 0)[:num_rows].repeat(BLOCK, 1)[:, :num_columns]
+        scaled_weight = weight.astype(np.float32) / value_scales.astype(np.float32)
+        tensor_by_name[tensor_name] = scaled_weight.astype(VALUE_DTYPE)
+        tensor_by_name[f"{tensor_name}_scale_inv"] = block_scales
+    save_file(tensor_by_name, target / SINGLE_FILE)
 
 
 def drop_from_page_cache(path: Path) -> None:
@@ -98,11 +98,13 @@ def drop_from_page_cache(path: Path) -> None:
 def seconds_to_load(folder: Path, dtype: str) -> float:
     checkpoint = Checkpoint(str(folder))
     model_config = read_model_config(folder / "config.json")
-    spec_of_path = weight_table(Qwen2(model_config), checkpoint.tensors)
+    weight_spec_by_parameter_path = weight_table(Qwen2(model_config), checkpoint.tensors)
     layout = build_layout(jax.devices()[:1], {"model": 1}, model_config.num_key_value_heads)
     start_time = time.perf_counter()
     jax.block_until_ready(
-        load_params(spec_of_path, checkpoint, jnp.dtype(dtype), layout, dtype == "bfloat16")
+        load_params(
+            weight_spec_by_parameter_path, checkpoint, jnp.dtype(dtype), layout, dtype == "bfloat16"
+        )
     )
     return time.perf_counter() - start_time
 
@@ -119,10 +121,10 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) ->
     Returns:
         A dict with these figures.
         bfloat16, float8: The median speed of each checkpoint in GB/s.
-        share: A list of the median, the smallest and the largest ratio of float8's speed to
-            bfloat16's.
+        share: The speed of float8 divided by the speed of bfloat16: a list of the median, the
+            smallest and the largest ratio over the rounds.
     """
-    speeds_of_checkpoint_dtype: dict[str, list[float]] = {
+    speeds_by_checkpoint_dtype: dict[str, list[float]] = {
         checkpoint_dtype: [] for checkpoint_dtype in folders
     }
     for _ in range(rounds):
@@ -131,20 +133,20 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) ->
             if is_cold:
                 drop_from_page_cache(weight_path)
             gb_per_second = weight_path.stat().st_size / seconds_to_load(folder, dtype) / 1e9
-            speeds_of_checkpoint_dtype[checkpoint_dtype].append(gb_per_second)
+            speeds_by_checkpoint_dtype[checkpoint_dtype].append(gb_per_second)
     speed_ratios = sorted(
         float8_speed / bfloat16_speed
         for float8_speed, bfloat16_speed in zip(
-            speeds_of_checkpoint_dtype["float8"],
-            speeds_of_checkpoint_dtype["bfloat16"],
+            speeds_by_checkpoint_dtype["float8"],
+            speeds_by_checkpoint_dtype["bfloat16"],
             strict=True,
         )
     )
-    ratio_median_and_range = statistics.median(speed_ratios), speed_ratios[0], speed_ratios[-1]
+    median_min_and_max_ratio = statistics.median(speed_ratios), speed_ratios[0], speed_ratios[-1]
     speed_figures: dict[str, Any] = {
-        "share": [round(speed_ratio, 3) for speed_ratio in ratio_median_and_range]
+        "share": [round(speed_ratio, 3) for speed_ratio in median_min_and_max_ratio]
     }
-    for checkpoint_dtype, speeds_of_rounds in speeds_of_checkpoint_dtype.items():
+    for checkpoint_dtype, speeds_of_rounds in speeds_by_checkpoint_dtype.items():
         speed_figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
     return speed_figures
 
@@ -160,32 +162,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="how many (default: 9)")
     parsed_flags = parser.parse_args()
     # Name of a model -> "warm" or "cold" -> result of `compare`.
-    speeds_of_models: dict[str, Any] = {}
+    figures_by_model_name: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         for model_name, config_fields in MODELS.items():
-            folder_of_dtype = {
+            folder_by_dtype = {
                 dtype: Path(temporary_folder, model_name, dtype) for dtype in ("bfloat16", "float8")
             }
-            make_model(folder_of_dtype["bfloat16"], config_fields | SMALL_VOCABULARY)
-            quantise(folder_of_dtype["bfloat16"], folder_of_dtype["float8"])
-            for folder in folder_of_dtype.values():
+            make_model(folder_by_dtype["bfloat16"], config_fields | SMALL_VOCABULARY)
+            quantise(folder_by_dtype["bfloat16"], folder_by_dtype["float8"])
+            for folder in folder_by_dtype.values():
                 # The first loading of a checkpoint includes compiling, so it is not measured.
                 seconds_to_load(folder, parsed_flags.dtype)
-            speeds_of_models[model_name] = {
+            figures_by_model_name[model_name] = {
                 cache_state: compare(
-                    folder_of_dtype, parsed_flags.dtype, parsed_flags.rounds, cache_state == "cold"
+                    folder_by_dtype, parsed_flags.dtype, parsed_flags.rounds, cache_state == "cold"
                 )
                 for cache_state in ("warm", "cold")
             }
-            for cache_state, speeds_of_cache_state in speeds_of_models[model_name].items():
+            for cache_state, figures_of_cache_state in figures_by_model_name[model_name].items():
                 print(
                     f"{model_name}, loaded {cache_state} as {parsed_flags.dtype}: "
-                    f"bfloat16 {speeds_of_cache_state['bfloat16']:.2f} GB/s, "
-                    f"float8 {speeds_of_cache_state['float8']:.2f} GB/s, "
-                    "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*speeds_of_cache_state["share"]),
+                    f"bfloat16 {figures_of_cache_state['bfloat16']:.2f} GB/s, "
+                    f"float8 {figures_of_cache_state['float8']:.2f} GB/s, "
+                    "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*figures_of_cache_state["share"]),
                     flush=True,
                 )
-    print_result({"dtype": parsed_flags.dtype, "gb_per_second": speeds_of_models})
+    print_result({"dtype": parsed_flags.dtype, "gb_per_second": figures_by_model_name})
 
 
 if __name__ == "__main__":

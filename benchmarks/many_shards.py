@@ -3,16 +3,17 @@
 A run of a thousand shards of 1 GB contains more data than any cache of a reader. The files of all
 shards are hard links to the files of one shard, and only the JSON files differ. So the run takes
 1 GB on the disk and in the page cache. bucket_server.py serves the run, and counts requests and
-bytes. A pass reads `--mb` MB of activations. In shuffled order, it reads the share of one of many
-workers, whose tokens are spread over the whole run. Without shuffling, it reads all tokens of a run
-with fewer shards.
+bytes. A pass reads `--mb` MB of activations. In shuffled order, the run is divided among so many
+workers that the part of one worker has this size, and this part is read. Its tokens are spread over
+the whole run. Without shuffling, all tokens of a run with fewer shards are read.
 
 one_pass.py makes a pass and describes the figures. It makes a new dataset for every pass, so every
 shard is opened again. With `--against CHECKOUT`, the reader of another checkout is measured as
 well, and the order of the two readers changes in each round. Figures are medians over the rounds.
 The last line printed is one JSON object with the figures. Its figure `passed` is the fraction of
-the tokens that pass the filters. The bytes of other tokens between these tokens are often read,
-too.
+the tokens that pass the filters of the scenario. The reader often downloads the bytes of other
+tokens as well, if they lie between tokens that pass. So it may download more than this fraction of
+the bytes.
 """
 
 import argparse
@@ -74,7 +75,9 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
         )
 
     shuffle_options = {"shuffle": 0}
-    short_samples = run(1, 896, has_conversations=True, tokens_per_sample=SHORT_SAMPLE_TOKENS)
+    run_of_short_samples = run(
+        1, 896, has_conversations=True, tokens_per_sample=SHORT_SAMPLE_TOKENS
+    )
     role_options = {**shuffle_options, "roles": ["system", "user", "assistant"]}
     return {
         "one of one, width 896, shuffled": Scenario(run(1, 896), shuffle_options),
@@ -83,9 +86,11 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
         "one of one, width 3584, in order": Scenario(run(1, 3584), {}),
         "one of 14, width 896, shuffled": Scenario(run(14, 896), shuffle_options),
         "one of 14, width 896, in order": Scenario(run(14, 896), {}),
-        "short samples, skip_first": Scenario(short_samples, {**shuffle_options, "skip_first": 1}),
-        "short samples, roles": Scenario(short_samples, role_options),
-        "short samples, where": Scenario(short_samples, shuffle_options, KEPT_FRACTION),
+        "short samples, skip_first": Scenario(
+            run_of_short_samples, {**shuffle_options, "skip_first": 1}
+        ),
+        "short samples, roles": Scenario(run_of_short_samples, role_options),
+        "short samples, where": Scenario(run_of_short_samples, shuffle_options, KEPT_FRACTION),
     }
 
 
@@ -104,18 +109,18 @@ def multiply(source: Path, folder: Path, num_shards: int) -> None:
     facts_by_file_name = source_commit["files"]
     for shard_number in range(1, num_shards + 1):
         # Name of a file of the only shard in `source` -> name of the link to this file.
-        link_name_of_file = {
+        link_name_by_file_name = {
             file_name: file_name.replace("_0001", f"_{shard_number:04d}")
             for file_name in facts_by_file_name
         }
-        for file_name, link_name in link_name_of_file.items():
+        for file_name, link_name in link_name_by_file_name.items():
             os.link(source / file_name, folder / link_name)
         new_commit = {
             **source_commit,
             "number": shard_number,
-            "file": link_name_of_file[source_commit["file"]],
+            "file": link_name_by_file_name[source_commit["file"]],
             "files": {
-                link_name_of_file[file_name]: facts_by_file_name[file_name]
+                link_name_by_file_name[file_name]: facts_by_file_name[file_name]
                 for file_name in facts_by_file_name
             },
         }
@@ -148,8 +153,8 @@ def measure_reader(
         checkout: The folder of a checkout of this repository, whose reader is measured.
         scenario: The way to read the run.
         folder: The name of the run's folder in the bucket.
-        workers: The number of workers among which the run is divided. The share of the first worker
-            is read.
+        workers: The number of workers among which the run is divided. Only the part of the first
+            worker is read.
 
     Returns:
         The figures that one_pass.py prints (see its function `measure`).
@@ -203,11 +208,11 @@ def main(argv: list[str] | None = None) -> None:
         parsed_flags.shard_mb = 60.0
         parsed_flags.mb = 20.0  # MB of activations in a pass
         parsed_flags.rounds = 1
-    checkout_path_of_reader = {"this": ROOT}
+    checkout_path_by_reader_name = {"this": ROOT}
     if parsed_flags.against:
-        checkout_path_of_reader = {"other": parsed_flags.against.resolve(), "this": ROOT}
+        checkout_path_by_reader_name = {"other": parsed_flags.against.resolve(), "this": ROOT}
     result_table_rows = []
-    figures_of_scenario: dict[str, Any] = {}
+    figures_by_scenario_name: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         root_folder = parsed_flags.folder or Path(temporary_folder)
         chosen_scenarios = scenarios(int(parsed_flags.shard_mb * 1e6))
@@ -237,30 +242,32 @@ def main(argv: list[str] | None = None) -> None:
             )
         with bucket_server(root_folder, parsed_flags.latency, RATE):
             for scenario_name, scenario in chosen_scenarios.items():
-                figures_of_reader: dict[str, list[dict[str, float]]] = {
-                    reader_name: [] for reader_name in checkout_path_of_reader
+                round_figures_by_reader_name: dict[str, list[dict[str, float]]] = {
+                    reader_name: [] for reader_name in checkout_path_by_reader_name
                 }
                 for round_number in range(parsed_flags.rounds):
                     for reader_name in sorted(
-                        checkout_path_of_reader, reverse=round_number % 2 == 1
+                        checkout_path_by_reader_name, reverse=round_number % 2 == 1
                     ):
                         reader_figures = measure_reader(
-                            checkout_path_of_reader[reader_name],
+                            checkout_path_by_reader_name[reader_name],
                             scenario,
                             folder_by_scenario_name[scenario_name],
                             num_workers_by_scenario_name[scenario_name],
                         )
-                        figures_of_reader[reader_name].append(reader_figures)
+                        round_figures_by_reader_name[reader_name].append(reader_figures)
                 passing_token_fraction = round(
                     passing_fraction(root_folder / scenario.run.folder, scenario), 3
                 )
-                for reader_name, figures_of_rounds in figures_of_reader.items():
+                for reader_name, figures_of_rounds in round_figures_by_reader_name.items():
                     reader_figures = {
                         figure_name: round(figure, 3)
                         for figure_name, figure in medians(figures_of_rounds).items()
                     }
-                    figures_of_scenario.setdefault(scenario_name, {})[reader_name] = reader_figures
-                    figures_of_scenario[scenario_name]["passed"] = passing_token_fraction
+                    figures_by_scenario_name.setdefault(scenario_name, {})[reader_name] = (
+                        reader_figures
+                    )
+                    figures_by_scenario_name[scenario_name]["passed"] = passing_token_fraction
                     result_table_row = {
                         "scenario": scenario_name,
                         "reader": reader_name,
@@ -270,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
                     result_table_rows.append(result_table_row)
                     print(json.dumps(result_table_row), flush=True)
     print_table(result_table_rows)
-    print_result({"scenarios": figures_of_scenario})
+    print_result({"scenarios": figures_by_scenario_name})
 
 
 if __name__ == "__main__":

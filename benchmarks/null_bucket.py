@@ -122,8 +122,8 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         """Reads the body of the request.
 
         Returns:
-            A tuple of the size of the body in bytes, and its content. The content is empty if it is
-            larger than MAX_KEPT_BYTES.
+            A tuple of the size of the body in bytes, and the content of the body. If the body has
+            more than MAX_KEPT_BYTES bytes, its content is discarded, and b"" is returned instead.
         """
         body_size = int(self.headers.get("Content-Length") or 0)
         remaining_bytes = body_size

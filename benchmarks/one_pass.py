@@ -1,4 +1,4 @@
-"""Measures how fast a share of a run is read from a bucket: `python -m benchmarks.one_pass`.
+"""Measures how fast a run, or a part of it, is read from a bucket: `python -m benchmarks.one_pass`.
 
 many_shards.py runs this script in a new process for each measurement, so that the peak of the
 process's memory is the memory of one reader. The script imports no module of this folder, so that
@@ -124,7 +124,9 @@ if __name__ == "__main__":
     parser.add_argument("url")
     parser.add_argument("hook")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, of the batches")
-    parser.add_argument("--keep", type=float, default=1.0, help="share of samples of `where`")
+    parser.add_argument(
+        "--keep", type=float, default=1.0, help="fraction of samples that pass `where`"
+    )
     parsed_flags = parser.parse_args()
     print(
         json.dumps(

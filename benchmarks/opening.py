@@ -161,11 +161,11 @@ def measure(
         start_time, cpu_start_time = time.perf_counter(), time.process_time()
         action(f"gs://{BUCKET}/{RUN}", hosts)
         seconds = time.perf_counter() - start_time
-        core_seconds = time.process_time() - cpu_start_time
+        cpu_seconds = time.process_time() - cpu_start_time
         server_totals_after_opening = counts(server_address)
     return {
         "seconds": round(seconds, 2),
-        "core_seconds": round(core_seconds, 2),
+        "core_seconds": round(cpu_seconds, 2),
         "requests": server_totals_after_opening.requests - server_totals_before_opening.requests,
         "mb": round(
             (server_totals_after_opening.bytes - server_totals_before_opening.bytes) / 1e6, 1

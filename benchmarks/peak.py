@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 
 # The sizes (rows, inner, columns) of a product of two matrices, (rows, inner) and (inner, columns).
-Product = tuple[int, int, int]
-CPU_PRODUCTS: tuple[Product, ...] = (
+ProductSizes = tuple[int, int, int]
+CPU_PRODUCT_SIZES: tuple[ProductSizes, ...] = (
     (2048, 896, 4864),
     (2048, 4864, 896),
     (16384, 896, 4864),
     (2048, 2048, 2048),
     (4096, 4096, 4096),
 )
-GPU_PRODUCTS: tuple[Product, ...] = (
+GPU_PRODUCT_SIZES: tuple[ProductSizes, ...] = (
     (4096, 4096, 4096),
     (8192, 8192, 8192),
     (16384, 3584, 18944),
@@ -30,11 +30,11 @@ GPU_PRODUCTS: tuple[Product, ...] = (
 DTYPES = ("bfloat16", "float32")
 
 
-def jax_product(product_sizes: Product, dtype: str) -> Callable[[], object]:
+def jax_product(product_sizes: ProductSizes, dtype: str) -> Callable[[], object]:
     """Returns a function that computes a product of random matrices with JAX.
 
     Args:
-        product_sizes: The sizes of the matrices (see `Product`).
+        product_sizes: The sizes of the matrices (see `ProductSizes`).
         dtype: The dtype of the matrices, "bfloat16" or "float32".
 
     Returns:
@@ -59,13 +59,13 @@ def jax_product(product_sizes: Product, dtype: str) -> Callable[[], object]:
     return lambda: multiply(x, y).block_until_ready()
 
 
-def torch_product(product_sizes: Product, dtype: str) -> Callable[[], object]:
+def torch_product(product_sizes: ProductSizes, dtype: str) -> Callable[[], object]:
     """Returns a function that computes a product of random matrices with PyTorch.
 
     PyTorch uses a GPU if there is one, otherwise the CPU.
 
     Args:
-        product_sizes: The sizes of the matrices (see `Product`).
+        product_sizes: The sizes of the matrices (see `ProductSizes`).
         dtype: The dtype of the matrices, "bfloat16" or "float32".
 
     Returns:
@@ -112,13 +112,13 @@ def operations_per_second(
 
 
 def measure(
-    library: str, products: Sequence[Product], dtypes: Sequence[str], seconds: float
+    library: str, sizes_of_products: Sequence[ProductSizes], dtypes: Sequence[str], seconds: float
 ) -> dict[str, dict[str, float]]:
     """Measures the speed of matrix products in one library.
 
     Args:
         library: The library, "jax" or "torch".
-        products: The products to measure (see `Product`).
+        sizes_of_products: The sizes of each product to measure (see `ProductSizes`).
         dtypes: The dtypes of the matrices.
         seconds: The number of seconds for which each product is measured.
 
@@ -126,15 +126,15 @@ def measure(
         dtype -> sizes of the product, joined by "x" -> FLOP/s.
     """
     make_product_function = {"jax": jax_product, "torch": torch_product}[library]
-    speeds_of_dtype: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
+    speed_by_dtype_and_product: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
     for dtype in dtypes:
-        for product_sizes in products:
+        for product_sizes in sizes_of_products:
             num_operations = 2.0 * math.prod(product_sizes)
             flops_per_second = operations_per_second(
                 make_product_function(product_sizes, dtype), num_operations, seconds
             )
-            speeds_of_dtype[dtype]["x".join(map(str, product_sizes))] = flops_per_second
-    return speeds_of_dtype
+            speed_by_dtype_and_product[dtype]["x".join(map(str, product_sizes))] = flops_per_second
+    return speed_by_dtype_and_product
 
 
 def best(speeds: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -156,11 +156,14 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--seconds", type=float, default=0.5, help="per product (default: 0.5)")
     parsed_flags = parser.parse_args()
-    measured_products = GPU_PRODUCTS if parsed_flags.gpu else CPU_PRODUCTS
+    measured_product_sizes = GPU_PRODUCT_SIZES if parsed_flags.gpu else CPU_PRODUCT_SIZES
     print(
         json.dumps(
             measure(
-                parsed_flags.library, measured_products, parsed_flags.dtypes, parsed_flags.seconds
+                parsed_flags.library,
+                measured_product_sizes,
+                parsed_flags.dtypes,
+                parsed_flags.seconds,
             )
         )
     )

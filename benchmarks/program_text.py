@@ -4,8 +4,8 @@
 named computations, and each computation consists of instructions. An array in HBM counts with the
 padding of its layout. An array in another memory, such as fast on-chip memory, does not count. The
 text does not show how often a Pallas kernel reads its operands and writes its result, so the caller
-supplies a function that returns these numbers (`KernelPasses`). step_plan.py turns the bytes into
-the cost of a step.
+supplies a function that returns these numbers (`CountKernelPasses`). step_plan.py turns the bytes
+into the cost of a step.
 """
 
 import math
@@ -34,7 +34,7 @@ OTHER_MEMORY = "S("
 # A function of a kernel's name and of the shapes of its operands, followed by the shape of its
 # result. It returns how often the kernel reads each operand, followed by how often it writes the
 # result. It returns None for a kernel that reads and writes each array once.
-KernelPasses = Callable[[str, list[list[int]]], list[float] | None]
+CountKernelPasses = Callable[[str, list[list[int]]], list[float] | None]
 
 
 class Instruction(NamedTuple):
@@ -153,7 +153,7 @@ class ProgramText:
 
     Attributes:
         computations: Computation name -> its instructions in order.
-        instructions: Instruction name -> instruction, for all computations.
+        instruction_by_name: Instruction name -> instruction, for all computations.
         text: Text of the compiled program.
         mesh: Mesh axis -> size. Device numbers change slowest along the first axis.
         fractions_of_layer_types: For each type of layer, the fraction of the model's layers that
@@ -165,7 +165,7 @@ class ProgramText:
         text: str,
         mesh: Mapping[str, int] | None = None,
         fractions_of_layer_types: Sequence[float] = (),
-        kernel_passes: KernelPasses = lambda _name, _shapes: None,
+        count_kernel_passes: CountKernelPasses = lambda _name, _shapes: None,
     ) -> None:
         """Parses the text of a program.
 
@@ -175,18 +175,17 @@ class ProgramText:
             fractions_of_layer_types: For each type of layer, the fraction of the model's layers
                 that have this type, in the order of the branches of the conditional that chooses
                 the type. Empty if the program has no such conditional.
-            kernel_passes: The function that returns how often a Pallas kernel reads and writes its
-                arrays (see `KernelPasses`).
+            count_kernel_passes: The function that returns how often a Pallas kernel reads and
+                writes its arrays (see `CountKernelPasses`).
         """
-        self.text = text  # text of the compiled program
-        self.mesh = dict(mesh or {})  # name of a mesh axis -> its size
+        self.text = text
+        self.mesh = dict(mesh or {})
         self.fractions_of_layer_types = fractions_of_layer_types
-        self._count_kernel_passes = kernel_passes
-        # On v6e, a computation that sorts runs in a thread of its own. The last line of the
-        # computation names this thread.
+        self._count_kernel_passes = count_kernel_passes
+        # On v6e, sorting is a computation with its own execution thread, which the last line of the
+        # computation's text names.
         last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
         computation_pattern = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line_pattern}"
-        # Name of a computation -> its instructions.
         self.computations: dict[str, list[Instruction]] = {}
         self.instruction_by_name: dict[str, Instruction] = {}
         for computation_name, computation_body in re.findall(
@@ -259,27 +258,27 @@ class ProgramText:
 
         Args:
             computation: The name of the computation.
-            channels_in_flight: The channels (see `Instruction.channel`) of collectives that are in
-                flight while the computation runs. Their bytes are not counted again, because they
-                count where the collectives start.
+            channels_in_flight: The keys (see `_started_channels`) of collectives that are in flight
+                while the computation runs. Their bytes are not counted again, because they count
+                where the collectives start.
 
         Returns:
             A move for each instruction that reads or writes HBM or sends to other chips.
         """
         moves: list[Move] = []
-        # Channel of a collective in flight -> index in `moves` of the instruction that starts it.
-        move_index_of_channel: dict[str, int] = {}
+        # Key of a collective in flight -> index in `moves` of the instruction that starts it.
+        move_index_by_channel: dict[str, int] = {}
         for instruction in self._without_free_instructions(computation):
-            counted_channels = {*channels_in_flight, *move_index_of_channel}
+            counted_channels = {*channels_in_flight, *move_index_by_channel}
             moves_of_instruction = self._moves_of_nested(computation, instruction, counted_channels)
             if moves_of_instruction is None:
                 moves_of_instruction = [self._move(instruction, counted_channels)]
                 for channel in self._started_channels(instruction):
-                    move_index_of_channel[channel] = len(moves)
+                    move_index_by_channel[channel] = len(moves)
                 for channel in self._awaited_channels(instruction):
-                    move_index_of_channel.pop(channel, None)
+                    move_index_by_channel.pop(channel, None)
             if any(move.kind in ("product", "kernel") for move in moves_of_instruction):
-                for move_index in move_index_of_channel.values():
+                for move_index in move_index_by_channel.values():
                     overlapping_flops = moves[move_index].flops + sum(
                         move.flops for move in moves_of_instruction
                     )
@@ -297,8 +296,8 @@ class ProgramText:
         Args:
             computation: The name of the computation that contains the instruction.
             instruction: The loop, call or conditional, or any other instruction.
-            channels_in_flight: The channels of collectives that are in flight while the instruction
-                runs.
+            channels_in_flight: The keys (see `_started_channels`) of collectives that are in flight
+                while the instruction runs.
 
         Returns:
             A move for each instruction in these computations (see `moves`). None if `instruction`
@@ -341,11 +340,19 @@ class ProgramText:
         return int(iteration_count_match[1])
 
     def _started_channels(self, instruction: Instruction) -> list[str]:
-        """Returns the channels of the collectives that an instruction starts but does not await.
+        """Returns a key for each collective that an instruction starts but does not await.
 
-        For a collective outside fusions, the instruction's name is returned instead of its channel
-        id, because several such collectives with the same channel id may be in flight at a time,
-        for example one for each direction of a ring.
+        `_awaited_channels` returns the same key for the instruction that awaits the collective.
+
+        Args:
+            instruction: Any instruction.
+
+        Returns:
+            The channel (see `Instruction.channel`) of each collective that the instruction calls,
+            such as the collective in a fusion. If the instruction itself is the collective, such as
+            an all-gather-start, the key is the name of the instruction instead, because several
+            such collectives with the same channel id may be in flight at a time, for example one
+            for each direction of a ring.
         """
         is_start = instruction.opcode.endswith("-start")
         if instruction.is_collective and is_start:
@@ -363,7 +370,10 @@ class ProgramText:
         return []
 
     def _awaited_channels(self, instruction: Instruction) -> list[str]:
-        """Returns the channels of the asynchronous collectives for which an instruction waits."""
+        """Returns a key for each asynchronous collective that an instruction awaits.
+
+        `_started_channels` describes the keys.
+        """
         if instruction.opcode.endswith("-done"):
             return self._started_channels(self.instruction_by_name[instruction.operands[0]])
         instruction_and_callees = self._with_called(instruction)
@@ -385,8 +395,8 @@ class ProgramText:
 
         Args:
             instruction: The instruction, which is no loop, call or conditional.
-            counted_channels: The channels (see `Instruction.channel`) of asynchronous collectives
-                that have started before, so their bytes have already been counted.
+            counted_channels: The keys (see `_started_channels`) of asynchronous collectives that
+                have started before, so their bytes have already been counted.
         """
         instruction_kind = self.kind(instruction)
         instruction_and_callees = self._with_called(instruction)
@@ -442,18 +452,19 @@ class ProgramText:
             kernel: The instruction that calls the kernel.
 
         Returns:
-            The number of bytes. None if the `KernelPasses` of this object returns None for the
-            kernel, which then counts like any other instruction.
+            The number of bytes. None if the `CountKernelPasses` function of this object returns
+            None for the kernel, which then counts like any other instruction.
         """
         result_texts_of_operands = [
             self.instruction_by_name[operand_name].result for operand_name in kernel.operands
         ]
-        # The result of an operand or of the kernel may contain no array. Its match is then None.
-        matches_or_none = [
+        # An operand or the result of the kernel may be no array, but for example a token. ARRAY
+        # then matches nothing in its text.
+        array_matches_or_none = [
             ARRAY.search(result_text) for result_text in (*result_texts_of_operands, kernel.result)
         ]
         kernel_array_matches = [
-            array_match for array_match in matches_or_none if array_match is not None
+            array_match for array_match in array_matches_or_none if array_match is not None
         ]
         kernel_name = kernel.name.strip("%").partition(".")[0]
         # For each array, how often the kernel reads or writes it.
@@ -582,8 +593,10 @@ class ProgramText:
             return min(operand_bytes, _unpadded_bytes(instruction.result))
         if opcode == "dynamic-update-slice" and position == 0:
             return 0
-        # A bitcast or a call does not read the operand itself. Other instructions read it under
-        # another name: the users of the bitcast, or instructions in the called computation.
+        # A bitcast only renames its operand, so the instructions that use the bitcast read it. But
+        # if the bitcast is the result (ROOT) of a fusion, no other instruction in the fusion uses
+        # it, so all bytes of the operand count as read. A call or a fusion does not read its
+        # operands itself either: the instructions of its computation read them.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
             possibly_reading_instructions = siblings
             operand_name_in_readers = instruction.name
@@ -737,7 +750,7 @@ def _padded_hbm_bytes(array_match: re.Match[str]) -> int:
 def _bytes_of_elements(array_match: re.Match[str]) -> int:
     """Returns the number of bytes of an array's elements, without the padding between them.
 
-    It does not matter in which memory the array is.
+    The array may be in any memory space, such as HBM or fast on-chip memory.
 
     Args:
         array_match: A match of the pattern ARRAY in the text of the program.
@@ -760,22 +773,28 @@ def _shape(array_match: re.Match[str]) -> list[int]:
 
 
 def _element_count(result: str) -> int:
-    """Returns the number of elements of the first array in a result, 0 without an array.
+    """Returns the number of elements of the first array in an instruction's result.
 
     Args:
-        result: The text of an instruction's result (see `Instruction`).
+        result: The text of the result (see `Instruction.result`).
+
+    Returns:
+        The number of elements. 0 if the result contains no array.
     """
     first_array_match = ARRAY.search(result)
     return math.prod(_shape(first_array_match)) if first_array_match else 0
 
 
 def _unpadded_bytes(result: str) -> int:
-    """Returns the bytes of the first array in a result without padding, 0 without an array.
+    """Returns the size of the first array in an instruction's result, without padding.
 
-    The array may be in any memory.
+    The array may be in any memory space, such as HBM or fast on-chip memory.
 
     Args:
-        result: The text of an instruction's result (see `Instruction`).
+        result: The text of the result (see `Instruction.result`).
+
+    Returns:
+        The size in bytes. 0 if the result contains no array.
     """
     first_array_match = ARRAY.search(result)
     return _bytes_of_elements(first_array_match) if first_array_match else 0

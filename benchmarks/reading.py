@@ -13,7 +13,7 @@ of activations for these scenarios:
 In each round, three simple readers read the bytes of the same hooks before the scenario. They run
 in another process, so that neither process affects the memory of the other:
 
-- `bare` reads 32 ranges of at most 8 MiB at a time with obstore, the client that the product uses,
+- `bare` reads 32 ranges of at most 8 MiB at a time with obstore, the client that this tool uses,
   and looks at every byte once. `share` is the scenario's speed divided by the speed of this reader;
 - `of 16` is like `bare`, but reads 16 ranges of at most 2 MiB at a time;
 - `sockets` receives 32 ranges of at most 8 MiB at a time into reused buffers, which is the least
@@ -70,7 +70,7 @@ LENGTH = 2048
 # The messages of a conversation: the role of a message, and the median number of its tokens.
 TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8
 # The default milliseconds for which the bucket's server waits before each answer.
-LATENCIES = 0.0, 10.0, 30.0, 100.0
+LATENCIES_MS = 0.0, 10.0, 30.0, 100.0
 # The latency in milliseconds at which training is measured. It is not measured at other latencies,
 # because training takes long.
 TRAINED_AT = 30.0
@@ -199,19 +199,19 @@ def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         role: For each token, the index of its role in ROLES.
         turn: For each token, the number of the message that contains it, from 0.
     """
-    role_of_token, turn_of_token = list[int](), list[int]()
+    role_indices, turn_numbers = list[int](), list[int]()
     for turn_number, (role, median_tokens) in enumerate(TURNS):
         num_tokens = int(rng.lognormal(np.log(median_tokens), 0.8) + 1)
         # Three tokens of the template stand before the message, and two stand after it.
-        role_of_token += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
-        turn_of_token += [turn_number] * (num_tokens + 5)
+        role_indices += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
+        turn_numbers += [turn_number] * (num_tokens + 5)
     # A conversation that is too short is extended by tokens of its last message.
-    num_missing_tokens = max(0, length - len(role_of_token))
-    role_of_token += role_of_token[-6:-5] * num_missing_tokens
-    turn_of_token += turn_of_token[-1:] * num_missing_tokens
+    num_missing_tokens = max(0, length - len(role_indices))
+    role_indices += role_indices[-6:-5] * num_missing_tokens
+    turn_numbers += turn_numbers[-1:] * num_missing_tokens
     return {
-        "role": np.array(role_of_token[:length], np.int32),
-        "turn": np.array(turn_of_token[:length], np.int32),
+        "role": np.array(role_indices[:length], np.int32),
+        "turn": np.array(turn_numbers[:length], np.int32),
     }
 
 
@@ -224,8 +224,9 @@ def ranges_of_hook(folder: Path, hook: str, max_bytes: int) -> list[tuple[str, i
         max_bytes: The largest number of bytes of a range.
 
     Returns:
-        A tuple for each range: the path of the file in the bucket that serves the parent of
-        `folder`, the offset of the first byte, and the offset after the last byte.
+        A tuple for each range: the path of the file relative to the parent of `folder`, the offset
+        of the first byte, and the offset after the last byte. The benchmark serves the parent of
+        `folder` as a bucket, so this is the file's path in the bucket.
     """
     file_ranges = []
     for shard_path in sorted(folder.glob("*.safetensors")):
@@ -337,7 +338,7 @@ def bytes_of(batches: Iterable[Any], arrays_of: Callable[[Any], list[Any]]) -> i
 
 
 def step_of(hook_name: str, width: int, features: int) -> Callable[[Any], None]:
-    """Makes an autoencoder, and returns a function that trains it as the README does.
+    """Makes an autoencoder, and returns the training step of the example in README.md.
 
     Args:
         hook_name: The name of the hook on whose activations an autoencoder is trained.
@@ -345,7 +346,8 @@ def step_of(hook_name: str, width: int, features: int) -> Callable[[Any], None]:
         features: The number of features of the autoencoder.
 
     Returns:
-        The training step: a function that takes a batch and trains the autoencoder on it once.
+        The training step: a function that takes a batch, and updates the weights of the autoencoder
+        once with the gradient on this batch.
     """
     encoder, decoder = torch.nn.Linear(width, features), torch.nn.Linear(features, width)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
@@ -468,12 +470,10 @@ def scenarios(
 def measure(
     address: str, scenario: Scenario, root: Path, single_process_pool: ProcessPoolExecutor
 ) -> dict[str, float]:
-    """Measures three simple readers of the bytes at a scenario's hooks, and then the scenario.
+    """Measures the speed of a scenario, and the speed of three simple readers of the same bytes.
 
-    The readers and the scenario each make two passes, of which the second one is measured. The
-    simple readers run in another process. `bare` reads 32 ranges of at most 8 MiB at a time with
-    obstore (BARE), `of_16` reads 16 ranges of at most 2 MiB at a time with obstore (OF_16), and
-    `sockets` reads the ranges of `bare` with HTTP connections of Python.
+    The simple readers run in another process. The readers and the scenario each make two passes, of
+    which the second one is measured.
 
     Args:
         address: The address of the bucket's server, "HOST:PORT".
@@ -483,12 +483,18 @@ def measure(
 
     Returns:
         A dict with these figures.
-        bare, of_16, sockets, read: The MB/s of the simple readers and of the scenario.
-        share, share_of_16, share_of_sockets: The speed of the scenario, divided by the speed of
-            `bare`, `of_16` or `sockets`.
+        bare: The MB/s of a simple reader that reads 32 ranges of at most 8 MiB at a time with
+            obstore.
+        of_16: The MB/s of a simple reader that reads 16 ranges of at most 2 MiB at a time with
+            obstore.
+        sockets: The MB/s of a simple reader that reads the same ranges as `bare` with HTTP
+            connections of Python.
+        read: The MB/s of the scenario.
+        share, share_of_16, share_of_sockets: The speed of the scenario, divided by the speed of the
+            reader `bare`, `of_16` or `sockets`.
         core_seconds_per_gb: The CPU seconds of the scenario for each GB.
         core_seconds_per_gb_bare, core_seconds_per_gb_of_16, core_seconds_per_gb_sockets: The CPU
-            seconds of the simple readers for each GB.
+            seconds of each simple reader for each GB.
         requests_per_gb: The scenario's requests for each GB of activations.
         downloaded: The bytes that the scenario downloads for each byte of activations.
     """
@@ -497,13 +503,13 @@ def measure(
         file_ranges = []
         for run in scenario.runs:
             file_ranges += ranges_of_hook(root / run.folder, run.read_hook, max_bytes)
-        # Only the second pass over the ranges is measured, like the second pass of the scenario.
+        # The first pass is not measured, because the first pass of the scenario is not, either.
         single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
         return single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
 
     rate_of_bare_reader = rate_in_other_process(read_by_obstore, *BARE)
-    rate_of_16_readers = rate_in_other_process(read_by_obstore, *OF_16)
-    rate_of_socket_readers = rate_in_other_process(read_by_sockets, *BARE)
+    rate_of_reader_of_16_ranges = rate_in_other_process(read_by_obstore, *OF_16)
+    rate_of_socket_reader = rate_in_other_process(read_by_sockets, *BARE)
     # The first pass over the runs is not measured, because buffers may be allocated in it.
     read_first_pass = scenario.prepare()
     read_first_pass()
@@ -519,16 +525,16 @@ def measure(
     )
     return {
         "bare": rate_of_bare_reader.mb_per_second,
-        "of_16": rate_of_16_readers.mb_per_second,
-        "sockets": rate_of_socket_readers.mb_per_second,
+        "of_16": rate_of_reader_of_16_ranges.mb_per_second,
+        "sockets": rate_of_socket_reader.mb_per_second,
         "read": rate_of_scenario.mb_per_second,
         "share": rate_of_scenario.mb_per_second / rate_of_bare_reader.mb_per_second,
-        "share_of_16": rate_of_scenario.mb_per_second / rate_of_16_readers.mb_per_second,
-        "share_of_sockets": rate_of_scenario.mb_per_second / rate_of_socket_readers.mb_per_second,
-        "core_seconds_per_gb_bare": rate_of_bare_reader.core_seconds_per_gb,
-        "core_seconds_per_gb_of_16": rate_of_16_readers.core_seconds_per_gb,
-        "core_seconds_per_gb_sockets": rate_of_socket_readers.core_seconds_per_gb,
-        "core_seconds_per_gb": rate_of_scenario.core_seconds_per_gb,
+        "share_of_16": rate_of_scenario.mb_per_second / rate_of_reader_of_16_ranges.mb_per_second,
+        "share_of_sockets": rate_of_scenario.mb_per_second / rate_of_socket_reader.mb_per_second,
+        "core_seconds_per_gb_bare": rate_of_bare_reader.cpu_seconds_per_gb,
+        "core_seconds_per_gb_of_16": rate_of_reader_of_16_ranges.cpu_seconds_per_gb,
+        "core_seconds_per_gb_sockets": rate_of_socket_reader.cpu_seconds_per_gb,
+        "core_seconds_per_gb": rate_of_scenario.cpu_seconds_per_gb,
         "requests_per_gb": num_requests / rate_of_scenario.num_bytes * 1e9,
         "downloaded": downloaded_bytes / rate_of_scenario.num_bytes,
     }
@@ -539,12 +545,12 @@ class Rate(NamedTuple):
 
     Attributes:
         mb_per_second: MB that were read per second.
-        core_seconds_per_gb: CPU seconds of the reading process for each GB that was read.
+        cpu_seconds_per_gb: CPU seconds of the reading process for each GB that was read.
         num_bytes: Number of bytes that were read.
     """
 
     mb_per_second: float
-    core_seconds_per_gb: float
+    cpu_seconds_per_gb: float
     num_bytes: int
 
 
@@ -576,16 +582,18 @@ def summarise(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
     Returns:
         Name of a figure -> list of its median, its smallest and its largest value.
     """
-    summary_of_figure = {}
+    summary_by_figure = {}
     for figure_name in rounds[0]:
         values_of_rounds = [figures_of_round[figure_name] for figures_of_round in rounds]
-        median_least_and_largest = (
+        median_min_and_max_of_figure = (
             statistics.median(values_of_rounds),
             min(values_of_rounds),
             max(values_of_rounds),
         )
-        summary_of_figure[figure_name] = [round(figure, 3) for figure in median_least_and_largest]
-    return summary_of_figure
+        summary_by_figure[figure_name] = [
+            round(figure, 3) for figure in median_min_and_max_of_figure
+        ]
+    return summary_by_figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -598,7 +606,7 @@ def main(argv: list[str] | None = None) -> None:
         "--latency",
         type=float,
         nargs="+",
-        default=LATENCIES,
+        default=LATENCIES_MS,
         help="ms before each answer (default: 0 10 30 100)",
     )
     parser.add_argument(
@@ -639,57 +647,59 @@ def main(argv: list[str] | None = None) -> None:
             "   ms  bare MB/s  of 16  MB/s  share (least to largest)  of 16  of sockets  s/GB  "
             "bare s/GB  requests/GB  downloaded"
         )
-        for latency in parsed_flags.latency:
+        for latency_ms in parsed_flags.latency:
             with (
-                bucket_server(root_folder, latency, parsed_flags.rate) as server_address,
+                bucket_server(root_folder, latency_ms, parsed_flags.rate) as server_address,
                 ProcessPoolExecutor(1, get_context("spawn")) as single_process_pool,
             ):
                 for scenario_name, scenario in chosen_scenarios.items():
-                    if scenario_name == "training" and latency != TRAINED_AT:
+                    if scenario_name == "training" and latency_ms != TRAINED_AT:
                         continue
                     figures_of_rounds = [
                         measure(server_address, scenario, root_folder, single_process_pool)
                         for _ in range(1 + parsed_flags.rounds)
                     ]
                     # The first round is left out, because buffers may be allocated in it.
-                    summary_by_latency_and_scenario[latency][scenario_name] = summarise(
+                    summary_by_latency_and_scenario[latency_ms][scenario_name] = summarise(
                         figures_of_rounds[1:]
                     )
                     print(
                         table_line(
-                            latency,
+                            latency_ms,
                             scenario_name,
-                            summary_by_latency_and_scenario[latency][scenario_name],
+                            summary_by_latency_and_scenario[latency_ms][scenario_name],
                         ),
                         flush=True,
                     )
-    training_speed = round(step_alone(plain_run.width, parsed_flags.features), 1)
-    print(f"training alone, on data in memory: {training_speed:.0f} MB/s")
-    print_result({"latency": summary_by_latency_and_scenario, "training_alone": training_speed})
+    training_mb_per_second = round(step_alone(plain_run.width, parsed_flags.features), 1)
+    print(f"training alone, on data in memory: {training_mb_per_second:.0f} MB/s")
+    print_result(
+        {"latency": summary_by_latency_and_scenario, "training_alone": training_mb_per_second}
+    )
 
 
-def table_line(latency: float, name: str, figures: dict[str, list[float]]) -> str:
+def table_line(latency_ms: float, name: str, figures: dict[str, list[float]]) -> str:
     """Returns the line of the table for one scenario at one latency.
 
     Args:
-        latency: The latency in milliseconds.
+        latency_ms: The latency in milliseconds.
         name: The name of the scenario.
         figures: The figures of the scenario, as `summarise` returns them.
     """
-    share_text = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
+    speed_ratio_text = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
     # `summarise` returns a list for each figure, whose first element is the median.
-    median_of_figure = {
+    median_by_figure = {
         figure_name: figure_summary[0] for figure_name, figure_summary in figures.items()
     }
     return (
-        f"{latency:>5g} {median_of_figure['bare']:>10.0f} {median_of_figure['of_16']:>6.0f} "
-        f"{median_of_figure['read']:>5.0f}  "
-        f"{share_text:<24} {median_of_figure['share_of_16']:>6.2f} "
-        f"{median_of_figure['share_of_sockets']:>11.2f} "
-        f"{median_of_figure['core_seconds_per_gb']:>5.2f} "
-        f"{median_of_figure['core_seconds_per_gb_bare']:>10.2f} "
-        f"{median_of_figure['requests_per_gb']:>12.0f} "
-        f"{median_of_figure['downloaded']:>11.2f}  {name}"
+        f"{latency_ms:>5g} {median_by_figure['bare']:>10.0f} {median_by_figure['of_16']:>6.0f} "
+        f"{median_by_figure['read']:>5.0f}  "
+        f"{speed_ratio_text:<24} {median_by_figure['share_of_16']:>6.2f} "
+        f"{median_by_figure['share_of_sockets']:>11.2f} "
+        f"{median_by_figure['core_seconds_per_gb']:>5.2f} "
+        f"{median_by_figure['core_seconds_per_gb_bare']:>10.2f} "
+        f"{median_by_figure['requests_per_gb']:>12.0f} "
+        f"{median_by_figure['downloaded']:>11.2f}  {name}"
     )
 
 

@@ -36,7 +36,7 @@ UNPARSABLE_CHIPS = ("TPU7x",)
 WIDE_TILE_CHIPS = "TPU v6 lite", "TPU7x"
 
 
-class Sent(NamedTuple):
+class Transfers(NamedTuple):
     """The bytes that a device sends along some mesh axes in a step.
 
     Attributes:
@@ -56,55 +56,60 @@ class StepPlan:
     """The cost of a step on each device, if the rows of the step contain no padding.
 
     Attributes:
-        flops: The device's share of the floating-point operations that the model and the
-            autoencoders need. Operations that several devices repeat, padding of tiles and the
-            bubble of a pipeline are not included. The operations of float32 autoencoders in a
-            bfloat16 model are multiplied by the number of passes that a float32 product takes in a
-            matrix unit.
-        delta_kernel_flops: All operations of the kernel of gated delta nets. They include the
-            padding of its tiles, and all passes of its float32 products. `flops` counts the gated
-            delta rule, too, but only the products in its definition.
+        flops: Number of floating-point operations that the model and the autoencoders need in a
+            step, divided by the number of devices. Operations that several devices repeat, padding
+            of tiles and the bubble of a pipeline are not included. The operations of float32
+            autoencoders in a bfloat16 model are multiplied by the number of passes that a float32
+            product takes in a matrix unit.
+        delta_kernel_flops: Number of floating-point operations that the device performs in the
+            kernel of gated delta nets. They include the padding of its tiles, and all passes of its
+            float32 products. `flops` counts the gated delta rule, too, but only the products in its
+            definition.
         hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading
             each operand and writing its result once, except the kernels of experts (see
             `passes_of_expert_kernel`).
-        sent_by_axes: Bytes that the device sends along each set of mesh axes.
+        transfers_along_axes: Bytes that the device sends, one entry for each set of mesh axes.
     """
 
     flops: float
     delta_kernel_flops: float
     hbm_bytes: float
-    sent_by_axes: tuple[Sent, ...]
+    transfers_along_axes: tuple[Transfers, ...]
 
 
 class StepTimes(NamedTuple):
     """The seconds that the parts of a step take on each device at the device's peak rates.
 
     Attributes:
-        products: Seconds for the device's share of the floating-point operations of the model and
-            the autoencoders (`StepPlan.flops`).
-        kernel: Seconds for all operations of the kernel of gated delta nets
+        product_seconds: Seconds for the floating-point operations that the model and the
+            autoencoders need (`StepPlan.flops`).
+        kernel_seconds: Seconds for all operations of the kernel of gated delta nets
             (`StepPlan.delta_kernel_flops`).
-        hbm: Seconds for reading and writing HBM.
-        hidden: Seconds for sending while matrix products or kernels run. It may be more than the
-            seconds of these products and kernels.
-        exposed: Seconds for sending while nothing else runs.
+        hbm_seconds: Seconds for reading and writing HBM.
+        hidden_sending_seconds: Seconds for sending while matrix products or kernels run. It may be
+            more than the seconds of these products and kernels.
+        exposed_sending_seconds: Seconds for sending while nothing else runs.
     """
 
-    products: float
-    kernel: float
-    hbm: float
-    hidden: float
-    exposed: float
+    product_seconds: float
+    kernel_seconds: float
+    hbm_seconds: float
+    hidden_sending_seconds: float
+    exposed_sending_seconds: float
 
     @property
-    def device(self) -> float:
+    def step_seconds(self) -> float:
         """The duration in seconds of a whole step at the device's peak rates.
 
         Computing, reading and writing HBM, and sending while the device computes (hidden sending)
         happen at the same time, so the longest of them counts. The time of sending while nothing
         else runs (exposed sending) is added.
         """
-        return max(self.products + self.kernel, self.hbm, self.hidden) + self.exposed
+        computing_seconds = self.product_seconds + self.kernel_seconds
+        return (
+            max(computing_seconds, self.hbm_seconds, self.hidden_sending_seconds)
+            + self.exposed_sending_seconds
+        )
 
 
 def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTimes:
@@ -117,26 +122,24 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
     hidden_sending_seconds = exposed_sending_seconds = 0.0
-    for sent_along_mesh_axes in step.sent_by_axes:
+    for transfers in step.transfers_along_axes:
         # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
         # the model axis.
-        user_axes = {
-            "model" if axis == "query" else axis for axis in sent_along_mesh_axes.mesh_axes
-        }
+        user_axes = {"model" if axis == "query" else axis for axis in transfers.mesh_axes}
         sending_speed = min(
             (link_speed(layout, axis, chip, linked) for axis in user_axes),
             default=chip.link_bytes_per_second,
         )
-        hidden_sending_seconds += sent_along_mesh_axes.overlapped_bytes / sending_speed
+        hidden_sending_seconds += transfers.overlapped_bytes / sending_speed
         exposed_sending_seconds += (
-            sent_along_mesh_axes.num_bytes - sent_along_mesh_axes.overlapped_bytes
+            transfers.num_bytes - transfers.overlapped_bytes
         ) / sending_speed
     return StepTimes(
-        products=step.flops / chip.flops_per_second,
-        kernel=step.delta_kernel_flops / chip.flops_per_second,
-        hbm=step.hbm_bytes / chip.memory_bytes_per_second,
-        hidden=hidden_sending_seconds,
-        exposed=exposed_sending_seconds,
+        product_seconds=step.flops / chip.flops_per_second,
+        kernel_seconds=step.delta_kernel_flops / chip.flops_per_second,
+        hbm_seconds=step.hbm_bytes / chip.memory_bytes_per_second,
+        hidden_sending_seconds=hidden_sending_seconds,
+        exposed_sending_seconds=exposed_sending_seconds,
     )
 
 
@@ -179,19 +182,19 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     entry_moves = program_text.moves(program_text.entry)
     # Names of the mesh axes along which a device sends -> number of bytes that it sends. The second
     # dict counts only the bytes that are sent while matrix products or kernels run.
-    sent_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
-    overlapped_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
+    sent_bytes_by_axes: dict[tuple[str, ...], float] = defaultdict(float)
+    overlapped_bytes_by_axes: dict[tuple[str, ...], float] = defaultdict(float)
     for move in entry_moves:
         if move.sent_bytes:
-            sent_bytes_of_axes[move.axes] += move.sent_bytes
-            overlapped_bytes_of_axes[move.axes] += move.sent_bytes * move.is_hidden
+            sent_bytes_by_axes[move.axes] += move.sent_bytes
+            overlapped_bytes_by_axes[move.axes] += move.sent_bytes * move.is_hidden
     return StepPlan(
         flops=step_flops / layout.mesh.size,
         delta_kernel_flops=_flops_of_delta_rule(program),
         hbm_bytes=sum(move.hbm_bytes for move in entry_moves),
-        sent_by_axes=tuple(
-            Sent(mesh_axes, sent_bytes_of_axes[mesh_axes], overlapped_bytes_of_axes[mesh_axes])
-            for mesh_axes in sent_bytes_of_axes
+        transfers_along_axes=tuple(
+            Transfers(mesh_axes, sent_bytes_by_axes[mesh_axes], overlapped_bytes_by_axes[mesh_axes])
+            for mesh_axes in sent_bytes_by_axes
         ),
     )
 
@@ -208,23 +211,23 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     assert mesh is not None
     # Type of layers -> number of layers. All layers of a type share one array of each weight, whose
     # first axis is the layer.
-    num_layers_of_type = {
+    layer_count_by_type = {
         weight_path[1]: weight_spec.shape[0]
         for weight_path, weight_spec in program.weight_table.items()
         if weight_path[0] == "layers"
     }
     layer_counts_of_types = [
-        num_layers_of_type[layer_type]
-        for layer_type in sorted(num_layers_of_type)
+        layer_count_by_type[layer_type]
+        for layer_type in sorted(layer_count_by_type)
         if layer_type in model_config.layer_types
     ]
     fractions_of_layer_types = [
         num_layers / sum(layer_counts_of_types) for num_layers in layer_counts_of_types
     ]
-    computed_share_of_token_expert_pairs = 1 / program.layout.size("expert")
+    computed_fraction_of_token_expert_pairs = 1 / program.layout.size("expert")
     count_passes_of_kernel = partial(
         passes_of_expert_kernel,
-        computed_share_of_token_expert_pairs=computed_share_of_token_expert_pairs,
+        computed_fraction_of_token_expert_pairs=computed_fraction_of_token_expert_pairs,
     )
     return ProgramText(
         compiled.as_text() or "", mesh.shape, fractions_of_layer_types, count_passes_of_kernel
@@ -232,7 +235,7 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
 
 
 def passes_of_expert_kernel(
-    name: str, shapes: list[list[int]], computed_share_of_token_expert_pairs: float
+    name: str, shapes: list[list[int]], computed_fraction_of_token_expert_pairs: float
 ) -> list[float] | None:
     """Returns how often a kernel of expert_kernel.py reads its operands and writes its result.
 
@@ -243,7 +246,7 @@ def passes_of_expert_kernel(
     Args:
         name: The name of the kernel in the compiled text.
         shapes: The shapes of the operands, followed by the shape of the result.
-        computed_share_of_token_expert_pairs: The fraction of all pairs of a token and one of its
+        computed_fraction_of_token_expert_pairs: The fraction of all pairs of a token and one of its
             experts that this device computes. It is estimated as if all experts got equally many
             tokens.
 
@@ -254,7 +257,7 @@ def passes_of_expert_kernel(
     if name == ADDED:
         _, row_fetches_shape, expert_rows_shape, _ = shapes
         num_rows_fetched = (
-            computed_share_of_token_expert_pairs * row_fetches_shape[0] * row_fetches_shape[-1]
+            computed_fraction_of_token_expert_pairs * row_fetches_shape[0] * row_fetches_shape[-1]
         )
         return [1, 1, num_rows_fetched / expert_rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
@@ -265,17 +268,17 @@ def passes_of_expert_kernel(
         result_shape,
     ) = shapes
     num_full_tiles = (
-        computed_share_of_token_expert_pairs * (result_shape[0] - num_experts * ROWS) / ROWS
+        computed_fraction_of_token_expert_pairs * (result_shape[0] - num_experts * ROWS) / ROWS
     )
     # The last tile of each expert is half full on average.
-    computed_share_of_rows = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
+    computed_fraction_of_rows = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
     if name == WEIGHTED:
         num_column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
-        num_reads_of_rows = num_column_blocks * computed_share_of_rows
+        num_reads_of_rows = num_column_blocks * computed_fraction_of_rows
         return [1] * (len(shapes_before_last_weight_stack) - 1) + [
             num_reads_of_rows,
             1 / num_layers,
-            computed_share_of_rows,
+            computed_fraction_of_rows,
         ]
     num_column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
     # The last two shapes are the shapes of the tokens and of the gate's weights.
@@ -285,17 +288,20 @@ def passes_of_expert_kernel(
         num_reads_of_tokens,
         1 / num_layers,
         1 / num_layers,
-        computed_share_of_rows,
+        computed_fraction_of_rows,
     ]
 
 
 def _flops_of_delta_rule(program: Program) -> float:
-    """Returns the operations that one device performs in the kernel of gated delta nets, per step.
+    """Returns the number of operations of one device in the kernel of gated delta nets, per step.
 
-    They include all layers with this kernel. The number is 0 for a model without gated delta nets.
+    It is the number of floating-point operations, summed over all layers that use this kernel.
 
     Args:
         program: The program of the step.
+
+    Returns:
+        The number of operations. 0 for a model without gated delta nets.
     """
     model, layout = program.model, program.layout
     delta_net_config = model.config.delta

@@ -117,8 +117,8 @@ def compile_for(
             fifth of the time.
         chips_per_host: The number of chips of each host.
     """
-    extraction_options = parse_args(["--dtype", "bfloat16", *flags.split()])
-    request = step_request(extraction_options, planned=chips(topology, chips_per_host))
+    config = parse_args(["--dtype", "bfloat16", *flags.split()])
+    request = step_request(config, planned=chips(topology, chips_per_host))
     model, host_rows = build_model(request, shape)
     hooks_and_encoders = choose_hooks(request, shape)
     program = Program(
@@ -207,23 +207,29 @@ def main() -> None:
     )
     step_times = times(compiled_step)
     step_figures = {
-        f"{time_name}_ms": 1e3 * seconds for time_name, seconds in step_times._asdict().items()
+        "products_ms": 1e3 * step_times.product_seconds,
+        "kernel_ms": 1e3 * step_times.kernel_seconds,
+        "hbm_ms": 1e3 * step_times.hbm_seconds,
+        "hidden_ms": 1e3 * step_times.hidden_sending_seconds,
+        "exposed_ms": 1e3 * step_times.exposed_sending_seconds,
+        "busy": step_times.product_seconds / step_times.step_seconds,
+        "tokens_per_second": compiled_step.rows * compiled_step.length / step_times.step_seconds,
     }
-    step_figures["busy"] = step_times.products / step_times.device
-    step_figures["tokens_per_second"] = (
-        compiled_step.rows * compiled_step.length / step_times.device
-    )
     memory_analysis = compiled_step.memory_analysis
+    memory_bytes = memory_analysis.argument_size_in_bytes + memory_analysis.temp_size_in_bytes
     # The outputs (activations) are counted twice, because the activations of a step are copied to
     # the host while the next step is computed.
-    memory_bytes = memory_analysis.argument_size_in_bytes + memory_analysis.temp_size_in_bytes
     memory_bytes += 2 * memory_analysis.output_size_in_bytes
     step_figures["memory_gb"] = memory_bytes / 1e9
     print_result(step_figures)
 
 
 def print_move(move: Move) -> None:
-    """Prints a line about an instruction: bytes of HBM, bytes sent, kind and operation in JAX.
+    """Prints a line about an instruction that moves bytes.
+
+    The line shows the MB that the instruction reads from HBM and writes to it, the MB that it sends
+    to other chips, the mesh axes along which it sends, whether matrix products run meanwhile, its
+    kind, and the name of its operation in JAX.
 
     Args:
         move: The bytes that the instruction moves.

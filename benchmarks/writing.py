@@ -8,9 +8,9 @@ write one file, by safetensors or by pickle and isal. They compute no statistics
 tensors and no table of samples, and they commit nothing.
 
 Each of `--rounds` rounds measures these three ways of storing once. The medians over the rounds are
-printed as a table, with each speed as a share of the bare threads' speed, and the last line is one
-JSON object. MB and GB are the bytes that values take in shards before compression. `--quick` stores
-fewer bytes in one round.
+printed as a table, with each speed as a fraction of the bare threads' speed, and the last line is
+one JSON object. MB and GB are the bytes that values take in shards before compression. `--quick`
+stores fewer bytes in one round.
 
 The activations are normally distributed with a different scale in each dimension, and a few
 dimensions and the first token of every document are 100 times as large. A token has codes of
@@ -53,7 +53,7 @@ FEATURES, CODE_FEATURES = 16384, 64
 # The largest size of a shard in 10^9 bytes, as --shard_size_gb takes it.
 SHARD_GB = 0.43
 CODES = "codes"
-KINDS_OF_VALUES = ("bfloat16", "float32", FLOAT8, CODES)
+VALUE_KINDS = ("bfloat16", "float32", FLOAT8, CODES)
 FORMATS = ("safetensors", "pickle")
 NUMBERS_OF_HOOKS = (1, 14)
 BARE_THREADS = "bare threads"
@@ -66,13 +66,13 @@ class Case(NamedTuple):
     """A case to measure: the kind of the stored values, the number of hooks, and the file format.
 
     Attributes:
-        kind: CODES for codes, otherwise the dtype in which activations are stored: "bfloat16",
-            "float32" or FLOAT8. For FLOAT8, the model's activations are bfloat16.
-        num_hooks: The number of hooks.
-        shard_format: "safetensors" or "pickle".
+        value_kind: CODES for codes, otherwise the dtype in which activations are stored:
+            "bfloat16", "float32" or FLOAT8. For FLOAT8, the model's activations are bfloat16.
+        num_hooks: Number of hooks.
+        shard_format: File format of the shards, "safetensors" or "pickle".
     """
 
-    kind: str
+    value_kind: str
     num_hooks: int
     shard_format: str
 
@@ -84,34 +84,36 @@ class Case(NamedTuple):
     @property
     def identity(self) -> Identity:
         """The identity of a run that stores the values of the case."""
-        if self.kind == CODES:
+        if self.value_kind == CODES:
             return Identity(activation_dtype="bfloat16", code_hooks=tuple(self.hook_names.values()))
-        return Identity(activation_dtype=self.kind)
+        return Identity(activation_dtype=self.value_kind)
 
     @property
     def value_bytes_per_token(self) -> int:
         """The bytes that the values of a token at all hooks take in a shard."""
-        if self.kind == CODES:
+        if self.value_kind == CODES:
             return self.num_hooks * code_bytes(CODE_FEATURES, "bfloat16")
-        return self.num_hooks * token_bytes(HIDDEN, self.kind)
+        return self.num_hooks * token_bytes(HIDDEN, self.value_kind)
 
     def batch_values(self) -> np.ndarray:
         """Returns random values of one batch, as a step of the model returns them.
 
         Returns:
-            Activations (num_hooks, ROWS, LENGTH, HIDDEN), in float32 if `kind` is "float32" and in
-            bfloat16 otherwise. For codes, a record with the codes of each token instead, int32
-            (num_hooks, ROWS, LENGTH, numbers per record).
+            Activations (num_hooks, ROWS, LENGTH, HIDDEN), in float32 if `value_kind` is "float32"
+            and in bfloat16 otherwise. For codes, a record with the codes of each token instead,
+            int32 (num_hooks, ROWS, LENGTH, numbers per record).
         """
         rng = np.random.default_rng(0)
-        if self.kind == CODES:
+        if self.value_kind == CODES:
             return self._records(rng)
         hidden_scales = rng.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
         hidden_scales[rng.choice(HIDDEN, 4, replace=False)] *= 100
         activations = rng.standard_normal((self.num_hooks, ROWS, LENGTH, HIDDEN), np.float32)
         activations *= hidden_scales
         activations[:, :, 0] *= 100
-        return activations if self.kind == "float32" else activations.astype(ml_dtypes.bfloat16)
+        return (
+            activations if self.value_kind == "float32" else activations.astype(ml_dtypes.bfloat16)
+        )
 
     def _records(self, rng: np.random.Generator) -> np.ndarray:
         """Returns random codes, as one record for each token.
@@ -153,12 +155,12 @@ class Case(NamedTuple):
                 codes, as `batch_values` returns them.
             batches: The batches, each with the token ids and samples of its rows.
         """
-        values_of_hook: dict[int | str, np.ndarray] = dict(enumerate(values))
+        values_by_hook_key: dict[int | str, np.ndarray] = dict(enumerate(values))
         storage_options = StorageOptions(
             SHARD_GB, self.shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB
         )
         run_facts = RunFacts()
-        if self.kind == CODES:
+        if self.value_kind == CODES:
             run_facts = RunFacts(
                 hooks={hook_key: {"width": FEATURES} for hook_key in self.hook_names}
             )
@@ -166,7 +168,7 @@ class Case(NamedTuple):
             folder, self.hook_names, storage_options, self.identity, remote, run_facts
         ) as storage:
             for batch in batches:
-                storage.add_batch(batch, values_of_hook)
+                storage.add_batch(batch, values_by_hook_key)
 
     def write_bare_file(self, path: Path, values: np.ndarray, num_batches: int) -> None:
         """Writes one file with the values of a shard, without `ActivationStorage`.
@@ -183,11 +185,11 @@ class Case(NamedTuple):
         arrays_in_file: dict[str, np.ndarray] = {}
         for layer, hook_name in self.hook_names.items():
             rows = np.concatenate([*values[layer]] * num_batches)
-            width = FEATURES if self.kind == CODES else HIDDEN
+            width = FEATURES if self.value_kind == CODES else HIDDEN
             hook_values = self.identity.hook_values(layer, hook_name, width)
-            # `encode` of the product would also measure the errors of encoding.
+            # `HookValues.encode` is not used, because it also measures the errors of encoding.
             stored_values = (
-                Float8Array.of(rows) if self.kind == FLOAT8 else hook_values.for_shard(rows)
+                Float8Array.of(rows) if self.value_kind == FLOAT8 else hook_values.for_shard(rows)
             )
             for tensor_name, (tensor,) in hook_values.tensors([stored_values]).items():
                 arrays_in_file[tensor_name] = tensor
@@ -283,26 +285,32 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
             for write_future in write_futures:
                 write_future.result()
 
-    function_of_way: dict[str, Callable[[], Figures]] = {
+    measure_function_by_way: dict[str, Callable[[], Figures]] = {
         "ours, to files": partial(measure_this_tool, None),
         "ours, to the server": partial(measure_this_tool, Folder("gs://bucket/run")),
         BARE_THREADS: partial(figures_of, write_bare_files, num_stored_bytes),
     }
-    figures_of_way: dict[str, list[Figures]] = {way_name: [] for way_name in function_of_way}
-    for _ in range(num_rounds):
-        for way_name, measure_writing in function_of_way.items():
-            figures_of_way[way_name].append(measure_writing())
-    median_figures_of_way = {
-        way_name: medians(figures_of_rounds)
-        for way_name, figures_of_rounds in figures_of_way.items()
+    round_figures_by_way: dict[str, list[Figures]] = {
+        way_name: [] for way_name in measure_function_by_way
     }
-    mb_per_second_of_bare_threads = median_figures_of_way[BARE_THREADS]["mb_per_second"]
+    for _ in range(num_rounds):
+        for way_name, measure_writing in measure_function_by_way.items():
+            round_figures_by_way[way_name].append(measure_writing())
+    median_figures_by_way = {
+        way_name: medians(figures_of_rounds)
+        for way_name, figures_of_rounds in round_figures_by_way.items()
+    }
+    mb_per_second_of_bare_threads = median_figures_by_way[BARE_THREADS]["mb_per_second"]
     return [
-        case._asdict()
-        | {"way": way_name}
+        {
+            "kind": case.value_kind,
+            "num_hooks": case.num_hooks,
+            "shard_format": case.shard_format,
+            "way": way_name,
+        }
         | way_figures
         | {"share_of_bare_threads": way_figures["mb_per_second"] / mb_per_second_of_bare_threads}
-        for way_name, way_figures in median_figures_of_way.items()
+        for way_name, way_figures in median_figures_by_way.items()
     ]
 
 
@@ -313,8 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kinds",
         nargs="+",
-        choices=KINDS_OF_VALUES,
-        default=KINDS_OF_VALUES,
+        choices=VALUE_KINDS,
+        default=VALUE_KINDS,
         help="of values: a dtype of activations, or codes of autoencoders (default: all)",
     )
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
@@ -347,14 +355,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         parsed_flags.rounds, parsed_flags.gb = 1, 0.6
     result_table_rows = []
     with tempfile.TemporaryDirectory(dir=parsed_flags.folder) as temporary_folder, null_bucket():
-        for kind in parsed_flags.kinds:
+        for value_kind in parsed_flags.kinds:
             for shard_format in parsed_flags.formats:
-                if kind == FLOAT8 and shard_format == "pickle":
+                if value_kind == FLOAT8 and shard_format == "pickle":
                     continue  # pickles cannot contain float8
                 for num_hooks in parsed_flags.hooks:
                     result_table_rows += measure(
                         Path(temporary_folder),
-                        Case(kind, num_hooks, shard_format),
+                        Case(value_kind, num_hooks, shard_format),
                         parsed_flags.rounds,
                         parsed_flags.gb,
                     )
