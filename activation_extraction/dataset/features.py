@@ -232,7 +232,7 @@ def _contexts(
         ]
         context_columns = {
             "value": listed_values[listed_indices_of_shard],
-            "sample_idx": shard_reader.sample_idx[sample_index_of_token],
+            "sample_idx": shard_reader.sample_numbers[sample_index_of_token],
             "position": token_fields["position"][token_indices_in_shard],
             "token_ids": context_ids,
             "token": token_indices_in_shard - context_starts,

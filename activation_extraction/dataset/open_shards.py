@@ -35,9 +35,9 @@ from activation_extraction.store.sample_table import (
 from activation_extraction.store.shard import MAX_GZIP_RATIO
 from activation_extraction.store.shard_reader import (
     MAX_REQUESTS,
+    can_read_ranges,
     front_bytes,
     open_shard,
-    read_by_ranges,
     read_sums,
 )
 from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
@@ -120,7 +120,7 @@ class OpenShards:
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]
         self.first_sample_index_by_shard = [0, *accumulate(commit.count for commit in self.commits)]
-        self.can_read_ranges = all(map(read_by_ranges, self.commits))
+        self.can_read_ranges = all(map(can_read_ranges, self.commits))
         self._check_sizes()
         self._values_by_column: dict[str, np.ndarray] = {}
         # The cached functions do not refer to this object, because a cycle of references would keep
@@ -197,7 +197,7 @@ class OpenShards:
         """
         min_token_bytes = sum(hook_values.min_token_bytes for hook_values in self.hooks.values())
         for folder_name, commit in self.shards:
-            max_compression_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
+            max_compression_ratio = 1 if can_read_ranges(commit) else MAX_GZIP_RATIO
             max_decompressed_bytes = commit.bytes * max_compression_ratio
             if commit.tokens * min_token_bytes > max_decompressed_bytes:
                 file_url = without_secrets(

@@ -326,7 +326,7 @@ class TokenSource:
             sample_index_of_token = (
                 np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
             )
-            sample_idx_of_token = shard_reader.sample_idx[sample_index_of_token]
+            sample_idx_of_token = shard_reader.sample_numbers[sample_index_of_token]
             with as_os_errors():
                 range_values_by_field = wait_for_fields()
             no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)

@@ -313,9 +313,9 @@ def check_numbers(
     }
     sample_numbers_of_shards = [NO_NUMBERS]
     for checked_shard in checked_shards:
-        if checked_shard.sample_idx is not None:
-            sample_numbers_by_folder[checked_shard.folder_name].append(checked_shard.sample_idx)
-            sample_numbers_of_shards.append(checked_shard.sample_idx)
+        if checked_shard.sample_numbers is not None:
+            sample_numbers_by_folder[checked_shard.folder_name].append(checked_shard.sample_numbers)
+            sample_numbers_of_shards.append(checked_shard.sample_numbers)
     sample_numbers, occurrence_counts = np.unique(
         np.concatenate(sample_numbers_of_shards), return_counts=True
     )

@@ -221,7 +221,7 @@ def _tokens_of(
         ).tolist()
         token_ids = token_fields["token_ids"][start_in_range:stop_in_range]
         positions = token_fields["position"][start_in_range:stop_in_range]
-        sample_idx = int(reader.sample_idx[sample_index])
+        sample_idx = int(reader.sample_numbers[sample_index])
         stored_samples.append(
             StoredTokens(worker, sample_idx, token_ids, positions, mark_before_shard)
         )

@@ -130,7 +130,7 @@ def records_of(shard: Shard) -> Records:
 
     def record_of(hook_key: Key, hook_values: HookValues, sample_index: int) -> dict[str, Any]:
         shard_sample = shard.samples[sample_index]
-        sample_values = shard.values[hook_key][sample_index]
+        sample_values = shard.sample_values_by_hook_key[hook_key][sample_index]
         return {
             "sample_idx": shard_sample.facts.sample_idx,
             "hook": hook_values.name,

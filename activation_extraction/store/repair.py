@@ -527,6 +527,8 @@ def _sample_numbers(shards: list[CheckedShard]) -> np.ndarray:
         shards: Results of checking the shards. Bad shards are left out.
     """
     sample_numbers_of_shards = [
-        checked_shard.sample_idx for checked_shard in shards if checked_shard.sample_idx is not None
+        checked_shard.sample_numbers
+        for checked_shard in shards
+        if checked_shard.sample_numbers is not None
     ]
     return np.concatenate([NO_NUMBERS, *sample_numbers_of_shards])

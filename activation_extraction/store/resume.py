@@ -77,7 +77,7 @@ class StoragePlan:
     def totals(self) -> Totals:
         """The totals over the shards in `commits`."""
         totals_of_shards = Totals.of(self.commits)
-        totals_of_shards.count_rows(self.skipped_rows, self.empty_rows)
+        totals_of_shards.update_row_counts(self.skipped_rows, self.empty_rows)
         return totals_of_shards
 
     def end_of_stored(self, worker: Worker) -> int:

@@ -29,9 +29,10 @@ from activation_extraction.store.shard import LABELS, Shard
 # tensors with the labels of the tokens, named as in LABELS.
 OF_TOKENS = ("sample_idx", "sample_offsets", "token_ids", "position")
 FORMAT = "2"
-# The tokens of a shard are divided into blocks, whose rows have a checksum in each tensor. A block
-# has as many tokens as take at most this number of bytes at the hook with the most bytes per token,
-# but at least one token.
+# The tokens of a shard are divided into blocks of consecutive tokens. In each tensor with one row
+# per token, the rows of a block together have one checksum, which the JSON of the shard records. A
+# block has as many tokens as take at most BLOCK_BYTES bytes at the hook with the most bytes per
+# token, but at least one token.
 BLOCK_BYTES = 2**20
 
 
@@ -40,16 +41,16 @@ class Blocks:
     """A range of a file that is divided into blocks, with the CRC-32C of each block.
 
     Attributes:
-        start: Offset in the file of the first byte of the first block.
-        stop: Offset in the file of the byte after the last block.
+        start_offset: Offset in the file of the first byte of the first block.
+        stop_offset: Offset in the file of the byte after the last block.
         block_bytes: Size of a block in bytes. The last block may be smaller.
-        crc32c: CRC-32C of each block, 8 hexadecimal digits each, concatenated.
+        crc32c_hex_of_blocks: CRC-32C of each block, 8 hexadecimal digits each, concatenated.
     """
 
-    start: int
-    stop: int
+    start_offset: int
+    stop_offset: int
     block_bytes: int
-    crc32c: str
+    crc32c_hex_of_blocks: str
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     }
     for label_name in shard.samples[0].labels:
         arrays_by_tensor[label_name] = [sample.labels[label_name] for sample in shard.samples]
-    for hook_key, hook_values in shard.hooks.items():
-        arrays_by_tensor |= hook_values.tensors(shard.values[hook_key])
+    for hook_key, hook in shard.hooks.items():
+        arrays_by_tensor |= hook.tensors(shard.sample_values_by_hook_key[hook_key])
     header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
     dtype_and_shape_by_tensor = {
         tensor_name: (
@@ -214,8 +215,8 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     )
     token_count = int(shard.offsets[-1])
     bytes_of_hooks = [
-        sum(map(hook_values.bytes_of, shard.values[hook_key]))
-        for hook_key, hook_values in shard.hooks.items()
+        sum(map(hook.bytes_of, shard.sample_values_by_hook_key[hook_key]))
+        for hook_key, hook in shard.hooks.items()
     ]
     tokens_per_block = max(BLOCK_BYTES * token_count // max(*bytes_of_hooks, 1), 1)
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
@@ -249,9 +250,10 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     )
 
 
-# A function that begins to read the bytes of a file between two offsets. It returns a function that
-# waits for these bytes and returns them, uint8. The third argument is the blocks whose checksums
-# are compared, or None to compare the checksums of whole MiB.
+# A function that begins to read the bytes of a shard's file between two offsets. It returns a
+# function that waits for these bytes and returns them, uint8. The third argument is the blocks
+# whose checksums are compared with the bytes. None to compare the checksums of every MiB of the
+# file, which the JSON of the shard records.
 BeginRead = Callable[[int, int, Blocks | None], Callable[[], np.ndarray]]
 
 
@@ -259,12 +261,11 @@ class SafetensorsFile:
     """A shard's file in the safetensors format, which is open for reading.
 
     The arrays that methods return are views of the file if it is mapped into memory. Otherwise,
-    they are read when a method is called, and only the header, `sample_idx` and `offsets` are kept
-    in memory.
+    they are read when a method is called, and only the attributes are kept in memory.
 
     Attributes:
         tensors: Dtypes, shapes and byte offsets of the tensors by name, in the order of the file.
-        sample_idx: Numbers of the samples, int64 (samples,).
+        sample_numbers: Numbers (`sample_idx`) of the samples, int64 (samples,).
         offsets: Index in the shard of the first token of each sample, int64 (samples + 1,). The
             last item is the number of tokens in the shard. Sample i consists of the tokens from
             offsets[i] to offsets[i + 1] - 1.
@@ -298,8 +299,10 @@ class SafetensorsFile:
         self._begin_read = begin
         self._file_location = where  # path or URL of the file, for messages
         self._checksums = checksums
-        # The first bytes of the file, uint8, contain the header, `sample_idx` and `offsets`. The
-        # methods that read these take the bytes from `_first_bytes_of_file` instead of the file.
+        # The first bytes of the file, uint8, contain the header and the tensors `sample_idx` and
+        # `sample_offsets`. They are kept in memory until these are read, so that a file in a bucket
+        # needs only one request. `checksums` records their number and their checksum. Otherwise,
+        # their number is the estimate `front`.
         if checksums is not None:
             self._first_bytes_of_file = begin(0, checksums.front, checksums.front_blocks)()
         else:
@@ -319,9 +322,9 @@ class SafetensorsFile:
             for label_name in LABELS
             if label_name in self.tensors and len(self.tensors[label_name].shape) == 1
         ]
-        self.sample_idx = np.array(self.whole("sample_idx"))
+        self.sample_numbers = np.array(self.whole("sample_idx"))
         self.offsets = np.array(self.whole("sample_offsets"))
-        # `sample_idx` and `offsets` are copies, so the memory of the first bytes can be released.
+        # Both arrays are copies, so the memory of the first bytes can be released.
         self._first_bytes_of_file = np.empty(0, np.uint8)
 
     def begin_tokens(self, start: int, stop: int) -> Callable[[], dict[str, np.ndarray]]:
@@ -441,7 +444,8 @@ class SafetensorsFile:
         Args:
             start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
-            blocks: Blocks whose checksums are compared. None to compare the checksums of whole MiB.
+            blocks: Blocks whose checksums are compared with the bytes. None to compare the
+                checksums of every MiB of the file, which the JSON of the shard records.
 
         Returns:
             A function that waits for the bytes and returns them, uint8 (stop - start,).

@@ -46,12 +46,12 @@ T = TypeVar("T")
 class Patience:
     """Limits the time that one write may take, including all of its attempts.
 
-    The time begins when the object is made. It does not include the time in which the body of the
-    write is being sent, as long as this does not take longer than on a slow line.
+    The time begins when the object is made. The seconds in which the body of the write is being
+    sent do not count, up to a total of `sending_seconds`.
 
     Args:
         seconds: Seconds for the write, without the time in which its body is being sent.
-        sending_seconds: Seconds in which a slow line can send the body.
+        sending_seconds: Seconds that a slow line needs to send the body.
 
     Attributes:
         start_time: Time of `time.monotonic` at which the write began, in seconds.
@@ -70,7 +70,7 @@ class Patience:
     def add(self, seconds: float) -> None:
         """Postpones `deadline` by the time in which the body of the write was being sent.
 
-        In total, `deadline` is postponed by at most the seconds in which a slow line can send the
+        In total, `deadline` is postponed by at most the seconds that a slow line needs to send the
         body.
 
         Args:
@@ -111,8 +111,8 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     waited_seconds_at_next_log = LOGGED_AFTER
     while not wait([write_future], min(CHECK_SECONDS, patience.max_silent_seconds / 4)).done:
         check_time = time.monotonic()
-        has_unsent_bytes = is_sending()
-        if has_unsent_bytes is False:
+        has_unacknowledged_bytes = is_sending()
+        if has_unacknowledged_bytes is False:
             silent_seconds += check_time - last_check_time
         else:
             silent_seconds = 0.0
@@ -126,7 +126,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             raise FolderError(f"no answer {time_in_words}", is_permanent=False)
         if waited_seconds >= waited_seconds_at_next_log:
             waited_seconds_at_next_log *= 2
-            log_level, state_in_words = STATES[has_unsent_bytes]
+            log_level, state_in_words = STATES[has_unacknowledged_bytes]
             log.log(
                 log_level,
                 "%s has been waiting for %.0f s: %s",
@@ -142,7 +142,7 @@ def is_sending() -> bool | None:
 
     None means that the system does not show such bytes.
     """
-    if not _shows_unsent_bytes():
+    if not _shows_unacknowledged_bytes():
         return None
     return _is_sending_at(int(time.monotonic() / SHARED_SECONDS))
 
@@ -160,7 +160,7 @@ def _is_sending_at(_tick: int) -> bool | None:
         the lists of connections or of this process's sockets cannot be read.
     """
     with suppress(OSError):
-        return bool(_sockets_with_unsent_bytes() & _own_sockets())
+        return bool(_sockets_with_unacknowledged_bytes() & _own_sockets())
     return None
 
 
@@ -177,9 +177,13 @@ def _own_sockets() -> set[str]:
     return socket_inodes
 
 
-def _sockets_with_unsent_bytes() -> set[str]:
-    """Returns the inodes of the TCP connections of this machine that have unacknowledged bytes."""
-    inodes_of_sending_sockets = set[str]()
+def _sockets_with_unacknowledged_bytes() -> set[str]:
+    """Returns the inodes of all TCP connections with unacknowledged bytes, also of other processes.
+
+    Unacknowledged bytes are bytes that a process has passed to a connection, and that the receiver
+    has not acknowledged yet.
+    """
+    inodes_with_unacknowledged_bytes = set[str]()
     for tcp_table_path in TCP_TABLES:
         for table_line in (
             tcp_table_path.read_text().splitlines()[1:] if tcp_table_path.exists() else ()
@@ -188,21 +192,21 @@ def _sockets_with_unsent_bytes() -> set[str]:
             # to read (in hexadecimal digits, "SEND:READ"), four other columns, inode, ...
             table_columns = table_line.split()
             connection_state = table_columns[3]
-            unacknowledged_bytes = int(table_columns[4].split(":")[0], 16)
+            num_unacknowledged_bytes = int(table_columns[4].split(":")[0], 16)
             socket_inode = table_columns[9]
-            if connection_state == CONNECTED and unacknowledged_bytes:
-                inodes_of_sending_sockets.add(socket_inode)
-    return inodes_of_sending_sockets
+            if connection_state == CONNECTED and num_unacknowledged_bytes:
+                inodes_with_unacknowledged_bytes.add(socket_inode)
+    return inodes_with_unacknowledged_bytes
 
 
 @lru_cache(1)
-def _shows_unsent_bytes() -> bool:
+def _shows_unacknowledged_bytes() -> bool:
     """Returns whether the kernel's tables of TCP connections show unacknowledged bytes.
 
-    These are the bytes that this process has sent and the receiver has not acknowledged.
-
-    This is tested with a connection from which nobody reads. The existence of the tables is not
-    enough, because in sandboxes such as gVisor this number is always 0.
+    These are bytes that a process has passed to a connection, and that the receiver has not
+    acknowledged yet. This function fills a connection from which nobody reads, and looks the
+    connection up in the tables. The existence of the tables is not enough, because in sandboxes
+    such as gVisor they exist, but always show 0 unacknowledged bytes.
     """
     try:
         with (
@@ -214,6 +218,6 @@ def _shows_unsent_bytes() -> bool:
             with suppress(BlockingIOError):
                 while True:
                     client_socket.send(bytes(2**20))
-            return client_inode in _sockets_with_unsent_bytes()
+            return client_inode in _sockets_with_unacknowledged_bytes()
     except OSError:
         return False

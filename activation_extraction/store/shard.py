@@ -56,13 +56,14 @@ class Shard:
     Attributes:
         samples: Samples of the shard, by ascending `sample_idx`.
         hooks: Descriptions of the hooks, by the keys of the hooks in pickles.
-        values: Values of each sample by the key of the hook, in the order of `samples`. After
-            `encode` they are ready to be written (in the stored form, see hook_values.py).
+        sample_values_by_hook_key: Key of each hook -> list with the values of each sample at this
+            hook, in the order of `samples`. After `encode`, the values are ready to be written (in
+            the stored form, see hook_values.py).
     """
 
     samples: list[ShardSample]
     hooks: Mapping[Key, HookValues]
-    values: Mapping[Key, list[Any]]
+    sample_values_by_hook_key: Mapping[Key, list[Any]]
 
     @property
     def positions(self) -> list[np.ndarray]:
@@ -94,11 +95,13 @@ class Shard:
         """
         encoded_values_by_hook_key: dict[Key, list[Any]] = {}
         errors_by_hook_key: dict[Key, ErrorByTokenKind] = {}
-        for hook_key, hook_values in self.hooks.items():
-            encoded_values_by_hook_key[hook_key], errors_by_hook_key[hook_key] = hook_values.encode(
-                self.values[hook_key], self.positions, threads
+        for hook_key, hook in self.hooks.items():
+            encoded_values_by_hook_key[hook_key], errors_by_hook_key[hook_key] = hook.encode(
+                self.sample_values_by_hook_key[hook_key], self.positions, threads
             )
-        return replace(self, values=encoded_values_by_hook_key), errors_by_hook_key
+        return replace(
+            self, sample_values_by_hook_key=encoded_values_by_hook_key
+        ), errors_by_hook_key
 
     def measure(
         self, errors: Mapping[Key, ErrorByTokenKind], threads: Executor
@@ -118,45 +121,52 @@ class Shard:
         Raises:
             StorageError: If a value is NaN or infinite. The message names the sample.
         """
-        # Key of the hook, and range of samples at this hook, that a thread processes at a time.
-        keys_of_slices: list[Key] = []
-        sample_slices: list[slice] = []
+        # A thread's task is to sum a slice of the samples at one hook. These two lists contain the
+        # key of the hook and the slice of samples of each task.
+        hook_keys_of_tasks: list[Key] = []
+        sample_slices_of_tasks: list[slice] = []
         for hook_key in self.hooks:
-            for sample_slice in slices_of(self.values[hook_key]):
-                keys_of_slices.append(hook_key)
-                sample_slices.append(sample_slice)
+            for slice_of_samples in slices_of(self.sample_values_by_hook_key[hook_key]):
+                hook_keys_of_tasks.append(hook_key)
+                sample_slices_of_tasks.append(slice_of_samples)
         sums_by_hook_key: dict[Key, Any] = {}
-        for hook_key, slice_sums in zip(
-            keys_of_slices, threads.map(self._sums, keys_of_slices, sample_slices), strict=True
+        for hook_key, sums_of_slice in zip(
+            hook_keys_of_tasks,
+            threads.map(self._sums, hook_keys_of_tasks, sample_slices_of_tasks),
+            strict=True,
         ):
             sums_by_hook_key[hook_key] = (
-                sums_by_hook_key[hook_key].merge(slice_sums)
+                sums_by_hook_key[hook_key].merge(sums_of_slice)
                 if hook_key in sums_by_hook_key
-                else slice_sums
+                else sums_of_slice
             )
         hook_descriptions = []
         for hook_key, hook_sums in sums_by_hook_key.items():
             hook_statistics = replace(hook_sums.statistics, error=errors[hook_key])
             if not hook_statistics.finite:
                 self._refuse_not_finite(hook_key)
-            hook_description = self.hooks[hook_key].to_json(self.values[hook_key][0])
+            hook_description = self.hooks[hook_key].to_json(
+                self.sample_values_by_hook_key[hook_key][0]
+            )
             hook_descriptions.append(hook_description | hook_statistics.to_json())
         sums_by_hook_name = {
-            hook_values.name: sums_by_hook_key[hook_key]
-            for hook_key, hook_values in self.hooks.items()
-            if hook_values.is_array
+            hook.name: sums_by_hook_key[hook_key]
+            for hook_key, hook in self.hooks.items()
+            if hook.is_array
         }
         return hook_descriptions, sums_by_hook_name
 
-    def _sums(self, key: Key, sample_slice: slice) -> Sums | SumsOfCodes:
+    def _sums(self, key: Key, slice_of_samples: slice) -> Sums | SumsOfCodes:
         """Returns the sums for the statistics of some samples at one hook.
 
         Args:
             key: Key of the hook.
-            sample_slice: Slice of the samples of the shard.
+            slice_of_samples: Slice of the shard's list `samples`.
         """
-        positions_of_samples = [sample.positions for sample in self.samples[sample_slice]]
-        return self.hooks[key].sums(self.values[key][sample_slice], positions_of_samples)
+        positions_of_samples = [sample.positions for sample in self.samples[slice_of_samples]]
+        return self.hooks[key].sums(
+            self.sample_values_by_hook_key[key][slice_of_samples], positions_of_samples
+        )
 
     def _refuse_not_finite(self, key: Key) -> None:
         """Raises StorageError for the first sample with a NaN or infinite value at a hook.
@@ -166,7 +176,7 @@ class Shard:
         """
         for sample_index, sample in enumerate(self.samples):
             if not self._sums(key, slice(sample_index, sample_index + 1)).statistics.finite:
-                dtype_name = self.values[key][sample_index].dtype.name
+                dtype_name = self.sample_values_by_hook_key[key][sample_index].dtype.name
                 raise StorageError(
                     f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype_name} "
                     "values",

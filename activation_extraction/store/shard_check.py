@@ -53,14 +53,15 @@ class CheckedShard(NamedTuple):
             is none. A failed request is also a problem.
         failure: Error of a request that failed, so that it is unknown whether the shard is good.
             None if no request failed.
-        sample_idx: Numbers of the shard's samples, int64 (samples,). None if there is a problem.
+        sample_numbers: Numbers (`sample_idx`) of the shard's samples, int64 (samples,). None if
+            there is a problem.
     """
 
     folder_name: str
     commit: Commit
     problem: str = ""
     failure: FolderError | None = None
-    sample_idx: np.ndarray | None = None
+    sample_numbers: np.ndarray | None = None
 
 
 def file_path(folder_name: str, name: str) -> str:
@@ -87,13 +88,13 @@ def check_shard(store: Folder, folder_name: str, run_log: RunLog, commit: Commit
         them raises an exception.
     """
     if not commit.count:
-        return CheckedShard(folder_name, commit, sample_idx=NO_NUMBERS)
+        return CheckedShard(folder_name, commit, sample_numbers=NO_NUMBERS)
     shard_path = file_path(folder_name, commit.file)
     try:
         _check_sizes(store, run_log, commit)
         check_shard_file(store, commit)
         read_sums(store, commit, ())
-        sample_idx = read_table(store, commit)["sample_idx"].to_numpy()
+        sample_numbers = read_table(store, commit)["sample_idx"].to_numpy()
     except FolderError as failure:
         return CheckedShard(folder_name, commit, f"{shard_path}: {failure}", failure)
     except (RunError, ValueError) as error:
@@ -101,7 +102,7 @@ def check_shard(store: Folder, folder_name: str, run_log: RunLog, commit: Commit
             f"{shard_path}: {commit.file}: ", f"{shard_path}: "
         )
         return CheckedShard(folder_name, commit, problem_message)
-    return CheckedShard(folder_name, commit, sample_idx=sample_idx)
+    return CheckedShard(folder_name, commit, sample_numbers=sample_numbers)
 
 
 def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
@@ -116,18 +117,18 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
         RunError: If a file is missing or has another size.
     """
     for file_name, recorded_facts in commit.files.items():
-        actual_bytes = run_log.size_by_file_name.get(file_name)
+        actual_file_size = run_log.size_by_file_name.get(file_name)
         # The folder was listed earlier, so a size that differs may be outdated and is read again.
-        if actual_bytes != recorded_facts.bytes:
+        if actual_file_size != recorded_facts.bytes:
             current_file_entry = store.head(file_name)
-            actual_bytes = None if current_file_entry is None else current_file_entry.byte_count
-        if actual_bytes is None:
+            actual_file_size = None if current_file_entry is None else current_file_entry.byte_count
+        if actual_file_size is None:
             upload_url = run_log.moved_to
             upload_note = f" here, it was uploaded to {upload_url}" if upload_url else ""
             raise RunError(f"{file_name}: is missing{upload_note}")
-        if actual_bytes != recorded_facts.bytes:
+        if actual_file_size != recorded_facts.bytes:
             raise RunError(
-                f"{file_name}: has {actual_bytes} bytes, its JSON says {recorded_facts.bytes}"
+                f"{file_name}: has {actual_file_size} bytes, its JSON says {recorded_facts.bytes}"
             )
 
 

@@ -78,10 +78,10 @@ class ShardQueue(Generic[T]):
         self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
         # Size in bytes of each batch that is held in memory but not counted in the `bytes_held` of
         # any shard yet.
-        self._batch_bytes: list[int] = []
+        self._sizes_of_batches: list[int] = []
         self._shards: deque[QueuedShard[T]] = deque()
         # Notified when a shard was committed or could not be stored. The lock guards `_shards`.
-        self._shards_changed = threading.Condition()
+        self._shards_condition = threading.Condition()
 
     def take(self, batch_bytes: int) -> None:
         """Counts the memory of a batch before its samples are stored, and waits for free memory.
@@ -95,15 +95,16 @@ class ShardQueue(Generic[T]):
         Raises:
             StorageError: If a shard could not be stored.
         """
-        with self._shards_changed:
-            self._batch_bytes.append(batch_bytes)
+        with self._shards_condition:
+            self._sizes_of_batches.append(batch_bytes)
             self.bytes_waiting += batch_bytes
             while self.bytes_waiting > self._max_waiting_bytes and self._shards:
                 self.check()
                 self._on_wait()
                 start_time = time.perf_counter()
                 phase_of_oldest_shard = self._shards[0].phase
-                self._shards_changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
+                # The wait ends after 0.2 seconds, so that Ctrl-C is noticed.
+                self._shards_condition.wait(0.2)
                 self.waited_seconds_by_phase[phase_of_oldest_shard] += (
                     time.perf_counter() - start_time
                 )
@@ -125,10 +126,10 @@ class ShardQueue(Generic[T]):
             StorageError: If an earlier shard could not be stored.
         """
         self.check()
-        queued_shard = QueuedShard[T](sum(self._batch_bytes[:-1]))
-        del self._batch_bytes[:-1]
+        queued_shard = QueuedShard[T](sum(self._sizes_of_batches[:-1]))
+        del self._sizes_of_batches[:-1]
         queued_shard.files_future = self._storing_threads.submit(store, queued_shard)
-        with self._shards_changed:
+        with self._shards_condition:
             # `_finish` may run at once in another thread. It cannot remove the shard from `_shards`
             # before the shard is added, because it needs the lock that is held here.
             self._commit_thread.submit(self._finish, queued_shard)
@@ -149,7 +150,7 @@ class ShardQueue(Generic[T]):
                 queued_shard.files_future.done()
                 and (storing_error := queued_shard.files_future.exception()) is not None
             ):
-                raise self._error_of(storing_error)
+                raise self._error_to_raise(storing_error)
 
     def wait(self) -> None:
         """Waits until all shards are committed.
@@ -157,9 +158,10 @@ class ShardQueue(Generic[T]):
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.
         """
-        with self._shards_changed:
+        with self._shards_condition:
             while self._shards and self._failure is None:
-                self._shards_changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
+                # The wait ends after 0.2 seconds, so that Ctrl-C is noticed.
+                self._shards_condition.wait(0.2)
         self.check()
 
     def gauges(self) -> dict[str, Any]:
@@ -202,23 +204,23 @@ class ShardQueue(Generic[T]):
             if self._failure is None:
                 self._commit_shard(shard.files_future.result())
         except BaseException as error:  # after any failure, no later shard may be committed
-            self._failure = self._error_of(error)
+            self._failure = self._error_to_raise(error)
         finally:
-            with self._shards_changed:
+            with self._shards_condition:
                 self.bytes_waiting -= shard.bytes_held
                 self._shards.remove(shard)
-                self._shards_changed.notify_all()
+                self._shards_condition.notify_all()
 
-    def _error_of(self, error: BaseException) -> Exception:
+    def _error_to_raise(self, error: BaseException) -> Exception:
         """Returns the error that the methods raise after an exception in a thread.
 
         Args:
             error: Exception of the thread.
 
         Returns:
-            A StorageError that says that storing was stopped if `close` did not wait for the
-            threads. Otherwise, the exception itself if it is a LostError, and else a StorageError
-            with its message.
+            If `close` was called and did not wait for the threads: a StorageError with the message
+            that storing was stopped. Otherwise, the exception itself if it is a LostError, and a
+            StorageError that describes the exception if it is another exception.
         """
         if self._has_cancelled_work:  # the exception only shows that `close` has cancelled the work
             return StorageError("storing was stopped")

@@ -2,9 +2,10 @@
 
 A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
 to be read whole, and is converted to a safetensors file in memory. All bytes are compared with a
-CRC-32C in the shard's JSON before they are used. In a bucket, these are the checksums of blocks of
-tokens (RangeChecksums). On this machine, or if the JSON lacks them, these are the checksums of
-every MiB. Reading never runs pickled code.
+CRC-32C in the shard's JSON before they are used. For a safetensors file that is not local, the
+checksums of blocks of tokens (RangeChecksums) are compared. For a local file, for a pickle, and if
+the JSON lacks these checksums, the checksums of every MiB are compared. Reading never runs pickled
+code.
 """
 
 import hashlib
@@ -66,7 +67,7 @@ def request_threads(process: int, small: bool) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MAX_SMALL_REQUESTS if small else MAX_REQUESTS, "requests")
 
 
-def read_by_ranges(commit: Commit) -> bool:
+def can_read_ranges(commit: Commit) -> bool:
     """Returns whether rows of a shard can be read without the rest of its file.
 
     Args:
@@ -90,10 +91,9 @@ def front_bytes(commit: Commit) -> int:
 class ShardBytes:
     """Reads ranges of a shard's file of activations, and checks all bytes that it reads.
 
-    The bytes are compared with the CRC-32C values that the commit records. A file on this machine
-    is mapped into memory, and each MiB is compared when it is first read. If the file is in a
-    bucket, the threads of `request_threads` read whole blocks, in requests of about REQUEST_BYTES
-    bytes.
+    The bytes are compared with the CRC-32C values that the commit records. A local file is mapped
+    into memory, and each MiB is compared when it is first read. If the file is in a bucket, the
+    threads of `request_threads` read whole blocks, in requests of about REQUEST_BYTES bytes.
 
     Args:
         folder: Folder of the shard.
@@ -101,9 +101,9 @@ class ShardBytes:
         where: URL of the file, for messages.
 
     Raises:
-        RunError: If the file is on this machine, and is missing or has another size than its JSON
-            says.
-        FolderError: If the file is on this machine and cannot be opened.
+        RunError: If the file is local, and is missing, was replaced, or has another size than the
+            commit records.
+        FolderError: If the file is local and cannot be opened.
     """
 
     def __init__(self, folder: Folder, commit: Commit, where: str) -> None:
@@ -125,12 +125,17 @@ class ShardBytes:
             start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
             blocks: Blocks that contain the range, which are usually smaller than a MiB. From a
-                bucket, whole blocks are read. None to read whole MiB.
+                bucket, whole blocks are read, and their checksums are compared. None to read whole
+                MiB, and to compare their checksums. If the file is local, the checksums of whole
+                MiB are compared in any case.
 
         Returns:
-            A function that waits for the bytes and returns them, uint8 (stop - start,). It raises
-            RunError if the bytes are damaged, missing or replaced, and FolderError if they cannot
-            be read. On this machine, `begin` itself raises RunError.
+            A function that waits for the bytes and returns them, uint8 (stop - start,). If the file
+            is not local, this function raises RunError if the bytes are damaged, missing or
+            replaced, and FolderError if they cannot be read.
+
+        Raises:
+            RunError: If the file is local, and the bytes are damaged.
         """
         if start >= stop:
             return lambda: np.empty(0, np.uint8)
@@ -148,9 +153,11 @@ class ShardBytes:
                 self._is_mib_unchecked[block_number] = False
             return lambda: requested_bytes
         checked_blocks = blocks or self._mib_blocks
-        first_block_number = (start - checked_blocks.start) // checked_blocks.block_bytes
-        stop_block_number = -(-(stop - checked_blocks.start) // checked_blocks.block_bytes)
-        first_block_offset = checked_blocks.start + first_block_number * checked_blocks.block_bytes
+        first_block_number = (start - checked_blocks.start_offset) // checked_blocks.block_bytes
+        stop_block_number = -(-(stop - checked_blocks.start_offset) // checked_blocks.block_bytes)
+        first_block_offset = (
+            checked_blocks.start_offset + first_block_number * checked_blocks.block_bytes
+        )
         num_requested_bytes = (stop_block_number - first_block_number) * checked_blocks.block_bytes
         request_count = max(num_requested_bytes // REQUEST_BYTES, 1)
         # Request i reads the blocks from number `request_boundaries[i]` to the next boundary.
@@ -197,8 +204,10 @@ class ShardBytes:
             RunError: If the bytes are damaged, missing or replaced.
             FolderError: If the bytes cannot be read.
         """
-        start_offset = blocks.start + first_block_number * blocks.block_bytes
-        stop_offset = min(blocks.start + stop_block_number * blocks.block_bytes, blocks.stop)
+        start_offset = blocks.start_offset + first_block_number * blocks.block_bytes
+        stop_offset = min(
+            blocks.start_offset + stop_block_number * blocks.block_bytes, blocks.stop_offset
+        )
         byte_range = {"start": start_offset, "stop": stop_offset}
         answer_bytes = _read(
             self._folder, self._commit, self._commit.file, self._file_location, **byte_range
@@ -226,9 +235,9 @@ class ShardBytes:
         """
         if (
             f"{crc32c(block_content.data):08x}"
-            != blocks.crc32c[8 * block_number : 8 * block_number + 8]
+            != blocks.crc32c_hex_of_blocks[8 * block_number : 8 * block_number + 8]
         ):
-            block_start = blocks.start + block_number * blocks.block_bytes
+            block_start = blocks.start_offset + block_number * blocks.block_bytes
             first_mib, last_mib = block_start // MIB, (block_start + len(block_content) - 1) // MIB
             damaged_mib_in_words = (
                 f"MiB {first_mib}" if first_mib == last_mib else f"MiB {first_mib} or {last_mib}"
@@ -253,7 +262,7 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
     hooks = list(hooks)
     file_url = f"{folder.url}/{commit.file}"
     range_reader = ShardBytes(folder, commit, file_url)
-    if read_by_ranges(commit):
+    if can_read_ranges(commit):
         range_checksums = None if folder.is_local else commit.files[commit.file].ranges
         front_bytes_to_read = 0 if folder.is_local else front_bytes(commit)
         opened_shard = SafetensorsFile(
@@ -351,7 +360,7 @@ def check_shard_file(folder: Folder, commit: Commit) -> None:
 def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
     """Returns the content of a shard's file of activations.
 
-    A file on this machine is mapped into memory, and any other file is read.
+    A local file is mapped into memory, and any other file is read.
 
     Args:
         folder: Folder of the shard.

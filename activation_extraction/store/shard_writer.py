@@ -71,7 +71,7 @@ class ShardWriter:
     ) -> None:
         self.format = chosen_format(options.shard_format, options.compress_shards)
         self._log_writer = log_writer
-        self._hook_values_by_key = hooks
+        self._hook_by_key = hooks
         self._identity = identity
         self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit  # function that is called after each commit
@@ -106,9 +106,7 @@ class ShardWriter:
         """
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
-        encodes_values = any(
-            hook_values.is_encoded for hook_values in self._hook_values_by_key.values()
-        )
+        encodes_values = any(hook.is_encoded for hook in self._hook_by_key.values())
         num_copies_in_memory = 1 + self.format.is_compressed + encodes_values
         self.queue.take(batch_bytes * num_copies_in_memory)
 
@@ -123,7 +121,7 @@ class ShardWriter:
                 before it are stored. None if a program with a loop of its own adds the sample.
         """
         sample_bytes = sum(
-            self._hook_values_by_key[hook_key].bytes_of(values[hook_key]) for hook_key in values
+            self._hook_by_key[hook_key].bytes_of(values[hook_key]) for hook_key in values
         )
         if self._pending_samples and self._pending_bytes + sample_bytes > self._max_shard_bytes:
             self._submit_pending(self._shard_numbers.take())
@@ -160,13 +158,11 @@ class ShardWriter:
         """
         self._pending_samples.sort(key=lambda pending: pending[0].facts.sample_idx)
         shard_samples = [shard_sample for shard_sample, _ in self._pending_samples]
-        values_by_key: dict[Key, list[Any]] = {
-            hook_key: [] for hook_key in self._hook_values_by_key
-        }
+        values_by_key: dict[Key, list[Any]] = {hook_key: [] for hook_key in self._hook_by_key}
         for _, sample_values in self._pending_samples:
-            for hook_key in self._hook_values_by_key:
+            for hook_key in self._hook_by_key:
                 values_by_key[hook_key].append(sample_values[hook_key])
-        pending_shard = Shard(shard_samples, self._hook_values_by_key, values_by_key)
+        pending_shard = Shard(shard_samples, self._hook_by_key, values_by_key)
         # The samples are removed before the shard is submitted, because Ctrl-C may interrupt
         # `_submit`. If they were removed afterwards, samples could be in two shards.
         self._clear_pending()

@@ -47,7 +47,6 @@ class Sums:
     norms: np.ndarray
     sums: np.ndarray
     squares: np.ndarray
-    # Largest Euclidean norm of a token, (). Files store it under the name of this field.
     largest: np.ndarray
 
     @classmethod
@@ -287,8 +286,8 @@ class Statistics:
             Empty if the values are not codes.
     """
 
-    tokens: int = 0  # number of tokens; also a key in JSON files
-    values: int = 0  # number of values of all tokens together; also a key in JSON files
+    tokens: int = 0
+    values: int = 0
     overall_mean: float = 0.0
     overall_variance: float = 0.0
     mean_norm: float = 0.0
@@ -374,10 +373,10 @@ class Statistics:
             token_kind: CodeSums(**sum_by_field)
             for token_kind, sum_by_field in json_fields.get("codes", {}).items()
         }
-        field_values = {
+        value_by_field_name = {
             field_name: json_fields[json_key] for json_key, field_name in STATISTICS.items()
         }
-        return cls(**field_values, error=errors_by_token_kind, codes=sums_by_token_kind)
+        return cls(**value_by_field_name, error=errors_by_token_kind, codes=sums_by_token_kind)
 
 
 # Names of the fields of Statistics, by their keys in the JSON files.

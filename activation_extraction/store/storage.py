@@ -98,8 +98,9 @@ class ActivationStorage:
         plan: Shards that earlier processes have stored, and the place in the data where the run
             goes on.
         new_commits: Commits of the shards that this process has stored.
-        waited: Seconds for which adding samples waited for free memory, by the phase of the oldest
-            shard meanwhile: "packing", "writing" or "committing".
+        waited: Phase of a shard ("packing", "writing" or "committing") -> seconds for which adding
+            samples waited for free memory while the oldest shard that was not yet committed was in
+            this phase.
         format: Format of the shard files.
 
     Raises:
@@ -133,25 +134,25 @@ class ActivationStorage:
             raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
         facts = facts or RunFacts()
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
-        self._hook_values_by_key = {
+        self._hook_by_key = {
             hook_key: self._identity.hook_values(
                 hook_key, hook_name, facts.hooks.get(hook_key, {}).get("width", 0)
             )
             for hook_key, hook_name in hooks.items()
         }
         tensor_names = set(OF_TOKENS)
-        for hook_values in self._hook_values_by_key.values():
-            if not hook_values.can_be_in_pickles and options.shard_format != "safetensors":
+        for hook in self._hook_by_key.values():
+            if not hook.can_be_in_pickles and options.shard_format != "safetensors":
                 raise InputError(
                     f"activation_dtype {self._identity.activation_dtype}: needs shard_format "
                     f"safetensors, found {options.shard_format!r:.40}"
                 )
-            for tensor_name in tensor_names.intersection(hook_values.tensor_names):
+            for tensor_name in tensor_names.intersection(hook.tensor_names):
                 raise InputError(
-                    f"hook {hook_values.name}: shards already have another tensor named "
+                    f"hook {hook.name}: shards already have another tensor named "
                     f"{tensor_name}; give the hook another name"
                 )
-            tensor_names.update(hook_values.tensor_names)
+            tensor_names.update(hook.tensor_names)
         check_output_dir(self.folder, METRICS)
         if remote is not None and options.shard_bytes > (remote.max_file_bytes or math.inf):
             raise InputError(
@@ -168,7 +169,7 @@ class ActivationStorage:
         self._metrics_file = MetricsFile(self.folder, remote)
         self._shard_writer = ShardWriter(
             self._log_writer,
-            self._hook_values_by_key,
+            self._hook_by_key,
             self._identity,
             options,
             facts.sources,
@@ -366,7 +367,7 @@ class ActivationStorage:
         """
         self.open()
         self._shard_writer.take(sum(batch_array.nbytes for batch_array in activations.values()))
-        for placement, (kept_slice_or_row_and_slice, kept_positions) in zip(
+        for placement, (index_of_kept_values, kept_positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
             text_sample = placement.sample
@@ -382,9 +383,9 @@ class ActivationStorage:
                 kept_labels,
             )
             values_by_hook_key = {}
-            for hook_key, hook_values in self._hook_values_by_key.items():
-                values_by_hook_key[hook_key] = hook_values.for_shard(
-                    activations[hook_key][kept_slice_or_row_and_slice]
+            for hook_key, hook in self._hook_by_key.items():
+                values_by_hook_key[hook_key] = hook.for_shard(
+                    activations[hook_key][index_of_kept_values]
                 )
             self._shard_writer.add(shard_sample, values_by_hook_key, placement.mark)
 
@@ -447,11 +448,8 @@ class ActivationStorage:
             LostError: If another process has begun to write to the folder.
         """
         self.open()
-        if (
-            layer_idx not in self._hook_values_by_key
-            or not self._hook_values_by_key[layer_idx].is_array
-        ):
-            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hook_values_by_key)}")
+        if layer_idx not in self._hook_by_key or not self._hook_by_key[layer_idx].is_array:
+            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hook_by_key)}")
         sample_number = index(sample_idx)
         if self._is_stored(sample_number):
             self._next_sample_number = max(self._next_sample_number, sample_number + 1)
@@ -484,7 +482,7 @@ class ActivationStorage:
             self._next_sample_number += 1
         shard_sample, activation_by_hook_key = self._incomplete_sample_by_number[sample_number]
         activation_by_hook_key[layer_idx] = activation
-        if len(activation_by_hook_key) == len(self._hook_values_by_key):
+        if len(activation_by_hook_key) == len(self._hook_by_key):
             del self._incomplete_sample_by_number[sample_number]
             self._shard_writer.take(
                 sum(hook_activation.nbytes for hook_activation in activation_by_hook_key.values())
@@ -550,12 +548,12 @@ class ActivationStorage:
             yield f"{activation_shape[0]}, expected {expected_count_in_words} as at other hooks"
         if dtype_name not in DTYPES:
             yield f"dtype {dtype_name}, expected one of {', '.join(sorted(DTYPES))}"
-        hook_values = self._hook_values_by_key[key]
-        dtype_name = hook_values.stored_as(dtype_name)
+        hook = self._hook_by_key[key]
+        dtype_name = hook.stored_as(dtype_name)
         # The first sample of a run determines the width and, unless it is a setting, the dtype.
         width_and_dtype_if_first_sample = (
             activation_shape[1],
-            hook_values.stored_dtype or dtype_name,
+            hook.stored_dtype or dtype_name,
         )
         expected_width_and_dtype = self._width_and_dtype_by_key.get(
             key, width_and_dtype_if_first_sample
@@ -595,7 +593,7 @@ class ActivationStorage:
         if complete and self.plan.repair is not None:
             missing_sample_count = self.plan.repair.samples_missing(self._next_sample_number)
         is_run_complete = (complete and not missing_sample_count) or self.plan.is_complete
-        self.totals.count_rows(skipped_rows, empty_rows)
+        self.totals.update_row_counts(skipped_rows, empty_rows)
         self._state = "closed"
         is_storing_finished = False
         try:
@@ -618,9 +616,7 @@ class ActivationStorage:
                 iter(self._incomplete_sample_by_number.items())
             )
             missing_keys = [
-                hook_key
-                for hook_key in self._hook_values_by_key
-                if hook_key not in activation_by_hook_key
+                hook_key for hook_key in self._hook_by_key if hook_key not in activation_by_hook_key
             ]
             raise ValueError(
                 f"sample {sample_number} has no activation for {missing_keys}; it is not stored"

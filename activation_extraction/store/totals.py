@@ -68,7 +68,7 @@ class Totals:
         """
         totals_of_folder = cls.of(run_log.in_order)
         stored_metadata = run_log.metadata or {}
-        totals_of_folder.count_rows(
+        totals_of_folder.update_row_counts(
             stored_metadata.get("skipped_rows", 0), stored_metadata.get("empty_rows", 0)
         )
         return totals_of_folder
@@ -84,7 +84,7 @@ class Totals:
         for count_name in ("tokens", "bytes", "cut_samples", "cut_tokens", "empty_samples"):
             setattr(self, count_name, getattr(self, count_name) + getattr(commit, count_name))
         if commit.mark is not None:
-            self.count_rows(commit.mark.skipped_rows, commit.mark.empty_rows)
+            self.update_row_counts(commit.mark.skipped_rows, commit.mark.empty_rows)
         for hook_description in commit.hooks:
             previous_statistics = self.statistics.get(hook_description["name"], Statistics())
             self.statistics[hook_description["name"]] = previous_statistics.merge(
@@ -102,8 +102,10 @@ class Totals:
             previous_statistics = self.statistics.get(hook_name, Statistics())
             self.statistics[hook_name] = previous_statistics.merge(hook_statistics)
 
-    def count_rows(self, skipped: int, empty: int) -> None:
-        """Sets `skipped_rows` and `empty_rows` to the given numbers where these are larger.
+    def update_row_counts(self, skipped: int, empty: int) -> None:
+        """Increases `skipped_rows` and `empty_rows` to the given numbers.
+
+        A number that is smaller than the current one is ignored.
 
         Args:
             skipped: Number of skipped rows among the rows that the host has read so far.
