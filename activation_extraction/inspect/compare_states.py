@@ -107,14 +107,15 @@ class HookMatch(NamedTuple):
         hook_name: Name of the hook.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token with whose computed state it is compared. 0 if the file is right.
-        num_other_expert_tokens: Number of tokens that are left out because of different experts.
+        num_tokens_with_other_experts: Number of tokens that are left out because of different
+            experts.
     """
 
     row_error: float
     largest_token_error: float
     hook_name: str
     token_offset: int
-    num_other_expert_tokens: int
+    num_tokens_with_other_experts: int
 
     def within(self, limits: Limits) -> bool:
         """Returns whether the row's and the tokens' errors are small enough to come from rounding.

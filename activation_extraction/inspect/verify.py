@@ -216,7 +216,8 @@ COMPUTING_ERRORS = {
     "float32": (1e-3, 2e-3),
     # Each value is rounded to 8 significant bits, and a small difference in a sum can round it in
     # the other direction. Later layers propagate the difference. On a CPU, an error of 1.6e-2 was
-    # measured after 12 layers. Functions of two platforms differ by less than one such rounding.
+    # measured after 12 layers. Functions such as exp and rsqrt differ between two platforms by less
+    # than the error of one such rounding.
     "bfloat16": (5e-2, 5e-2),
 }
 # Stored dtype -> largest relative error that rounding to this dtype causes. For float16 and
@@ -278,15 +279,15 @@ def _compare(
             yield f"{chosen_sample.location_in_words}: cannot be recomputed: {values_or_message}"
             continue
         token_positions = chosen_sample.tokens.positions
-        for hook_values, stored_values in zip(
+        for hook_description, stored_values in zip(
             chosen_sample.hooks, chosen_sample.values_of_hooks, strict=True
         ):
-            recomputed_values = values_or_message[hook_values.name]
-            for difference_message in hook_values.differences(
+            recomputed_values = values_or_message[hook_description.name]
+            for difference_message in hook_description.differences(
                 stored_values, recomputed_values, token_positions, allowed_differences
             ):
                 yield (
-                    f"{chosen_sample.location_in_words}, {hook_values.name}: recomputed, "
+                    f"{chosen_sample.location_in_words}, {hook_description.name}: recomputed, "
                     f"{difference_message}"
                 )
 

@@ -1,20 +1,25 @@
 """Compares the hidden states of another program with the states of the model, for --verify.
 
+The other program has stored a file for each row of its data set. The file contains the token ids of
+the row's sample and, for each of some layers, an array with the hidden state of each token. In this
+module, a layer of a file is one of these arrays.
+
 hidden_states.py reads the files and compare_states.py compares arrays. This module chooses random
-rows, determines which hook each layer of the files should contain, and describes wrong layers.
+rows, determines the hook whose states each layer of their files should contain, and describes
+layers with wrong states.
 
 The files do not contain the numbers of their layers. If --layers_to_extract or --hook_names name
-the hooks, each layer must contain the hook that the flags name. Otherwise each layer is assumed to
-contain the hook whose states are nearest in most rows. So if a layer contains the states of a wrong
-hook in all rows, no row counts as wrong. Only the line that is printed about this layer shows the
-mistake, because it names the wrong hook. The hook of the last layer always follows from the program
-that wrote the folder, which is speculators or SpecForge.
+the hooks, each layer must contain the states at the hook that the flags name. Otherwise each layer
+is assumed to contain the states at the hook whose states are nearest in most rows. So if a layer
+contains the states at a wrong hook in all rows, no row counts as wrong. Only the line that is
+printed about this layer shows the mistake, because it names the wrong hook. The hook of the last
+layer always follows from the program that wrote the folder, which is speculators or SpecForge.
 
-A layer of a row is wrong if it does not contain the state of each token of the row's sample at the
-hook that the layer should contain, apart from differences that rounding explains
-(`RowCheck.is_right`). Each wrong layer of a row is described. For this, the layer is compared with
-the states of the row's sample at all hooks first, and then with the states of other samples: the
-samples of the rows before and after this row, and of the other chosen rows.
+A layer of a file is wrong if it does not contain the state of each token of the row's sample at the
+expected hook, apart from differences that rounding explains (`RowCheck.is_right`). Each wrong layer
+is described. For this, the layer is compared with the states of the row's sample at all hooks
+first, and then with the states of other samples: the samples of the rows before and after this row,
+and of the other chosen rows.
 """
 
 import random
@@ -47,13 +52,14 @@ from activation_extraction.store.chosen_samples import StatesRecomputer
 # A function that loads the model. Its arguments are the token ids of all samples that may be
 # computed, (tokens,) each, and the width of the stored states.
 LoadStates = Callable[[Sequence[np.ndarray], int], StatesRecomputer]
-# How well the states of a stored layer match computed states: (name of a hook, token offset) -> the
-# match with the states at this hook and offset (see `HookMatch.token_offset`).
+# How well the states in one layer of a file match computed states. A mapping:
+# (name of a hook, token offset) -> match with the computed states at this hook and offset (see
+# `HookMatch.token_offset`).
 MatchByHookAndOffset = Mapping[tuple[str, int], HookMatch]
 
 
 class ExpectedHook(NamedTuple):
-    """The hook whose states a layer should contain.
+    """The hook whose states a layer of the files should contain.
 
     Attributes:
         name: Name of the hook.
@@ -68,14 +74,19 @@ class ExpectedHook(NamedTuple):
 
 @dataclass
 class RowCheck:
-    """The result of comparing a stored row with the states that the model computes for its sample.
+    """The result of comparing the hidden states in one file with the states of the model.
+
+    Another program has stored the file for one row of its data set. The file contains the token ids
+    of the row's sample, and the hidden states of some layers.
 
     Attributes:
-        row_number: Number of the row.
-        row: Content of the row's file.
+        row_number: Number of the row in the other program's data set.
+        row: Content of the file.
         limits: Largest differences that rounding explains.
-        matches_of_layers: For each layer of the row, how well its stored states match the computed
-            states at every hook: (name of a hook, token offset) -> match.
+        matches_of_layers: For each layer of the file, how well its hidden states match the states
+            that the model computes for the sample. A dict: (name of a hook, token offset) -> match.
+            The token offset is the number that is added to the index of a stored state to get the
+            index of the token with whose computed state it is compared.
     """
 
     row_number: int
@@ -84,18 +95,21 @@ class RowCheck:
     matches_of_layers: list[MatchByHookAndOffset] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:
-        """Returns the hook and the token offset whose states are closest to those of a layer.
+        """Returns the match with the smallest error for a layer of the file.
+
+        The match names the hook and the token offset at which the computed states are nearest to
+        the stored states (see `HookMatch`).
 
         Args:
-            layer: Index of the layer in the row's file.
+            layer: Index of the layer in the file, from 0.
         """
         return min(self.matches_of_layers[layer].values())
 
     def is_right(self, layer: int, hook: str) -> bool:
-        """Returns whether a layer contains the states of the row's sample at a hook.
+        """Returns whether a layer of the file contains the states of the row's sample at a hook.
 
         Args:
-            layer: Index of the layer in the row's file.
+            layer: Index of the layer in the file, from 0.
             hook: Name of the hook.
         """
         if len(self.row.states_by_layer[layer]) != len(self.row.token_ids):
@@ -265,27 +279,29 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
     return token_ids_by_neighbour_row
 
 
-def _match_rows(rows: Mapping[int, StoredRow], model: StatesRecomputer) -> list[RowCheck]:
-    """Compares all layers of stored rows with recomputed states, and shows a progress bar.
+def _match_rows(row_by_number: Mapping[int, StoredRow], model: StatesRecomputer) -> list[RowCheck]:
+    """Compares the hidden states in files with recomputed states, and shows a progress bar.
+
+    Another program has stored a file for each row of its data set.
 
     Args:
-        rows: Contents of the rows' files, by the number of the row.
-        model: Model that computes the states.
+        row_by_number: Contents of the files to compare, by the number of the row.
+        model: Model that recomputes the states.
 
     Returns:
-        The check of each row, in the order of `rows`.
+        The result for each file, in the order of `row_by_number`.
     """
     from tqdm import tqdm
 
-    row_numbers = [*rows]
+    row_numbers = [*row_by_number]
     check_by_row_number: dict[int, RowCheck] = {}
     states_of_rows = model.compute_states(
-        [rows[row_number].token_ids for row_number in row_numbers]
+        [row_by_number[row_number].token_ids for row_number in row_numbers]
     )
     for row_index, states_by_hook in tqdm(
         states_of_rows, "verifying", len(row_numbers), leave=False, unit=" rows", disable=None
     ):
-        stored_row = rows[row_numbers[row_index]]
+        stored_row = row_by_number[row_numbers[row_index]]
         row_check = RowCheck(
             row_numbers[row_index],
             stored_row,
@@ -315,8 +331,9 @@ def _requested_hooks(
 
     Raises:
         InputError: If a flag names a hook that is neither a residual stream nor the output of the
-            final norm, or if the flags do not name one hook for each layer. They may leave out the
-            hook of the last layer, because the program that wrote the folder determines it.
+            final norm, or if the flags do not name one hook for each layer. The flags may leave out
+            the hook of the last layer, because the program that wrote the folder determines whether
+            the last layer contains the last residual stream or the output of the final norm.
     """
     if model.requested_hooks is None:
         return None
@@ -362,17 +379,18 @@ def _canonical(hook: str) -> str:
 
 
 def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
-    """Returns the hook whose states are nearest to a layer's states in most rows.
+    """Returns the hook whose states are nearest to the stored states of a layer in most files.
 
-    Only rows whose states match a hook are counted, unless there is no such row. If two hooks are
-    nearest in equally many rows, the hook with the smallest error in a row is returned.
+    Only files whose states match a hook within the limits are counted, unless there is no such
+    file. If two hooks are nearest in equally many files, the hook with the smallest error in a file
+    is returned.
 
     Args:
-        checks: Checks of the rows.
-        layer: Index of the layer in the files.
+        checks: Results of comparing each file with the states of the model.
+        layer: Index of the layer in the files, from 0.
 
     Returns:
-        The hook. Its `is_certain` is False if there is no row whose states match a hook.
+        The hook. Its `is_certain` is False if there is no file whose states match a hook.
     """
     best_matches = sorted(row_check.best(layer) for row_check in checks)
     rounding_limits = checks[0].limits
@@ -388,78 +406,85 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
 def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
     """Returns the line that --verify prints about one layer of the files of hidden states.
 
-    The line names the hook, the number of rows that contain the states of this hook in this layer,
-    and the largest error of these rows. If `hook.is_certain` is False, no row matches any hook. The
-    line then says so, and names no hook.
+    The line names the hook, the number of rows whose files contain the states at this hook in this
+    layer, and the largest error of these rows. If `hook.is_certain` is False, no row matches any
+    hook. The line then says so, and names no hook.
 
     Args:
-        layer: Index of the layer in each row's file, from 0.
-        hook: Hook that the layer should contain.
-        checks: Checks of all compared rows.
+        layer: Index of the layer in each file, from 0.
+        hook: Hook whose states the layer should contain.
+        checks: Results of comparing each file with the states of the model.
     """
     layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_by_layer)}"
     if not hook.is_certain:
         return f"{layer_in_words}: no row matches a hook"
-    matches_of_right_rows = []
+    # How well each file that is right at this layer matches the states at the hook.
+    matches_of_right_files: list[HookMatch] = []
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
-            matches_of_right_rows.append(row_check.matches_of_layers[layer][hook.name, 0])
-    right_rows_in_words = f"right in {len(matches_of_right_rows)} of {counted(len(checks), 'row')}"
-    if not matches_of_right_rows:
+            matches_of_right_files.append(row_check.matches_of_layers[layer][hook.name, 0])
+    right_rows_in_words = f"right in {len(matches_of_right_files)} of {counted(len(checks), 'row')}"
+    if not matches_of_right_files:
         return f"{layer_in_words}: {hook.name}, {right_rows_in_words}"
     largest_error_in_words = _percent(
-        max(hook_match.row_error for hook_match in matches_of_right_rows)
+        max(hook_match.row_error for hook_match in matches_of_right_files)
     )
     at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
-    num_other_expert_tokens = sum(
-        hook_match.num_other_expert_tokens for hook_match in matches_of_right_rows
+    num_tokens_with_other_experts = sum(
+        hook_match.num_tokens_with_other_experts for hook_match in matches_of_right_files
     )
     omission_in_words = ""
-    if num_other_expert_tokens:
+    if num_tokens_with_other_experts:
         omission_in_words = (
-            f" (without {counted(num_other_expert_tokens, 'token')} that may have other experts)"
+            f" (without {counted(num_tokens_with_other_experts, 'token')} that may have other "
+            "experts)"
         )
     error_in_words = f"error {at_most_words}{largest_error_in_words}{omission_in_words}"
     return f"{layer_in_words}: {hook.name}, {right_rows_in_words}, {error_in_words}"
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
-    """Returns a message if the layers are not in the order of the computation, otherwise "".
+    """Returns a message if the files contain their layers in a wrong order, otherwise "".
+
+    The order is right if the model computes the states of each layer after the states of the layer
+    before it.
 
     Args:
-        hooks: Hook that each layer should contain. Hooks that are only a guess (`is_certain` is
-            False) are ignored.
+        hooks: For each layer of the files, the hook whose states it should contain. Hooks that are
+            only a guess (`is_certain` is False) are ignored.
     """
     certain_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_certain]
-    stream_numbers = [_stream_number(hook_name) for hook_name in certain_hook_names]
-    if stream_numbers == sorted(set(stream_numbers)):
+    order_keys = [_order_key(hook_name) for hook_name in certain_hook_names]
+    if order_keys == sorted(set(order_keys)):
         return ""
     return f"the layers are not in ascending order: {', '.join(certain_hook_names)}"
 
 
-def _stream_number(hook: str) -> float:
-    """Returns the number of a residual stream, which tells whether hooks are in ascending order.
+def _order_key(hook: str) -> float:
+    """Returns a sort key for hooks, by which they are in the order in which a model computes them.
 
-    The number is 0 for the embedding, k + 1 for the output of block k, and infinity for the output
-    of the final norm.
+    The key is 0 for the embedding, k + 1 for the output of block k, and infinity for the output of
+    the final norm.
 
     Args:
-        hook: The name of the hook.
+        hook: Name of the hook, which is a residual stream or the output of the final norm.
     """
     return next(iter(streams_by_number([hook])), float("inf"))
 
 
-def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[tuple[int, str]]:
+def _wrong_ids(
+    folder: StatesFolder, row_by_number: Mapping[int, StoredRow]
+) -> Iterator[tuple[int, str]]:
     """Yields the rows whose token ids in the file differ from their token ids in the data set.
 
     Args:
         folder: Folder with the hidden states. Nothing is yielded if it contains no data set.
-        rows: Contents of the files, by the number of the row.
+        row_by_number: Contents of the files, by the number of the row.
 
     Yields:
         A tuple of the number of the row and a message about the row.
     """
-    for row_number, stored_row in rows.items():
+    for row_number, stored_row in row_by_number.items():
         expected_token_ids = folder.data_set_ids(row_number)
         if expected_token_ids is None or np.array_equal(expected_token_ids, stored_row.token_ids):
             continue
@@ -467,11 +492,11 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
             f"{len(stored_row.token_ids)} token ids, the data set has {len(expected_token_ids)}"
         )
         if len(expected_token_ids) == len(stored_row.token_ids):
-            first_different_token = int(
+            first_different_index = int(
                 np.flatnonzero(expected_token_ids != stored_row.token_ids)[0]
             )
             difference_in_words = (
-                f"another token id than the data set at token {first_different_token}"
+                f"another token id than the data set at token {first_different_index}"
             )
         yield (
             row_number,
@@ -490,7 +515,7 @@ def _notes_on_hooks(
     Args:
         folder: Folder with the hidden states.
         model: Model that recomputes the states.
-        hooks: Hook that each layer is assumed to contain.
+        hooks: For each layer of the files, the hook whose states it is assumed to contain.
     """
     if model.requested_hooks is not None or len(hooks) == 1:
         return
@@ -528,13 +553,13 @@ def _describe(
     model: StatesRecomputer,
     samples: Mapping[int, np.ndarray],
 ) -> list[str]:
-    """Returns a message about each wrong layer of a row.
+    """Returns a message about each wrong layer of a file.
 
     Args:
-        check: Comparison of the row with the states of its sample.
-        wrong_layers: Indices, in the row's file, of the layers that do not contain the states of
-            the row's sample at the hooks in `hooks`.
-        hooks: Hook that each layer should contain.
+        check: Comparison of the file with the states of its row's sample.
+        wrong_layers: Indices, in the file, of the layers that do not contain the states of the
+            row's sample at the hooks in `hooks`.
+        hooks: For each layer of the file, the hook whose states it should contain.
         model: Model that computes the states of other samples.
         samples: Token ids of the samples to which wrong states may belong, int64 (tokens,) each, by
             the number of the row.
@@ -585,12 +610,13 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
     The comparison shows to which sample, hook and tokens the wrong states belong.
 
     Args:
-        expected: Hook that the layer should contain.
+        expected: Hook whose states the layer should contain.
         hooks: Names of all hooks, in the order of the computation.
 
     Returns:
         The expected hook, the hook before it and the hook after it. All hooks if it is not certain
-        that the layer should contain the expected hook (see `ExpectedHook.is_certain`).
+        that the layer should contain the states at the expected hook (see
+        `ExpectedHook.is_certain`).
     """
     hook_names = [*hooks]
     if not expected.is_certain:
@@ -602,27 +628,28 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str | None:
-    """Describes a layer with wrong states, if the row's own sample explains these states.
+    """Describes the wrong states in one layer of a file, if no other samples are needed for this.
 
-    For example, they may be the states of another hook, or of the next tokens. The layer is only
-    compared with the states of this sample, not with the states of other samples.
+    No other samples are needed, for example, if the states are NaN or zeros, or if they are states
+    of the file's own sample, but at another hook or of the next tokens.
 
     Args:
-        check: Comparison of the row with the states of its sample.
-        layer: Index of the layer in the row's file.
-        hook: Hook that the layer should contain.
-        model: Model that recomputes the states. Its depth determines the names of its hooks.
+        check: Comparison of the file with the states of its row's sample.
+        layer: Index of the layer in the file, from 0.
+        hook: Hook whose states the layer should contain.
+        model: Model that recomputes the states. Its number of layers determines the names of its
+            hooks.
 
     Returns:
         A phrase such as "zeros" or "each token with the state of the next token". None if the
-        row's own sample does not explain the states, for example because they match no hook. In
-        this case, the layer must be compared with other samples.
+        states must be compared with other samples before they can be described, for example
+        because they match the states of the file's own sample at no hook.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
-    has_non_finite_value = np.array(~np.isfinite(stored_states).all(axis=1))
-    if has_non_finite_value.any():
-        return f"NaN or infinity in {_tokens_in_words(has_non_finite_value)}"
+    non_finite_state_mask = np.array(~np.isfinite(stored_states).all(axis=1))
+    if non_finite_state_mask.any():
+        return f"NaN or infinity in {_tokens_in_words(non_finite_state_mask)}"
     if not stored_states.any():
         if len(stored_states) == token_count:
             return "zeros"
@@ -638,15 +665,15 @@ def _describe_by_same_sample(
         )
         if best_match.token_offset not in (0, token_count - len(stored_states)):
             return None
-        first_or_last = "first" if best_match.token_offset == 0 else "last"
+        end_of_sample_in_words = "first" if best_match.token_offset == 0 else "last"
         other_hook_in_words = _other_hook(best_match.hook_name, hook, model)
-        compared_states_in_words = f"those of the {first_or_last} {len(stored_states)}"
+        compared_states_in_words = f"those of the {end_of_sample_in_words} {len(stored_states)}"
         return f"{counts_in_words}: {compared_states_in_words}{other_hook_in_words}"
     if best_match.token_offset:
-        next_or_previous = "next" if best_match.token_offset > 0 else "previous"
+        direction_in_words = "next" if best_match.token_offset > 0 else "previous"
         other_hook_in_words = _other_hook(best_match.hook_name, hook, model)
         return (
-            f"each token with the state of the {next_or_previous} token{other_hook_in_words} "
+            f"each token with the state of the {direction_in_words} token{other_hook_in_words} "
             f"({_error(best_match)})"
         )
     return (
@@ -656,15 +683,17 @@ def _describe_by_same_sample(
 
 
 def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer) -> str:
-    """Returns a phrase about the hook to which the states of a layer belong.
+    """Returns a phrase that names the hook of some stored states if it is not the expected hook.
 
-    The phrase is, for example, ", of HOOK, one layer too late". It is "" if the states belong to
-    the expected hook.
+    The phrase is, for example, ", of HOOK, one layer too late" if the states are the states at the
+    hook HOOK, which comes one layer after the expected hook. It only names HOOK if it is not
+    certain which hook is expected. It is "" if the states are the states at the expected hook.
 
     Args:
-        actual_hook_name: Name of the hook to which the states belong.
-        hook: Hook that the layer should contain.
-        model: Model that recomputes the states. Its depth determines the names of its hooks.
+        actual_hook_name: Name of the hook at which the model computes these states.
+        hook: Hook at which the states should have been computed.
+        model: Model that recomputes the states. Its number of layers determines the names of its
+            hooks.
     """
     if hook.is_certain and actual_hook_name == hook.name:
         return ""
@@ -672,14 +701,16 @@ def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomput
 
 
 def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer) -> str:
-    """Returns how far a hook is from the expected hook, such as ", one layer too late".
+    """Returns a phrase that says how far the hook of some stored states is from the expected hook.
 
-    The phrase is "" if the two hooks are the same, or if the expected hook is not certain.
+    The phrase is, for example, ", one layer too late" if the hook comes one layer after the
+    expected hook. It is "" if the two hooks are the same, or if the expected hook is not certain.
 
     Args:
-        actual_hook_name: Name of the hook to which the states belong.
-        hook: Hook that the layer should contain.
-        model: Model that recomputes the states. Its depth determines the names of its hooks.
+        actual_hook_name: Name of the hook at which the model computes these states.
+        hook: Hook at which the states should have been computed.
+        model: Model that recomputes the states. Its number of layers determines the names of its
+            hooks.
     """
     expected_hook_name = hook.name
     if not hook.is_certain or actual_hook_name == expected_hook_name:
@@ -693,19 +724,19 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
     index_of_actual_hook = ordered_hook_names.index(actual_hook_name)
     layer_distance = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
     if expected_hook_name == FINAL_NORM_HOOK:
-        # In `ordered_hook_names`, the final norm follows the last stream like one more layer. But
-        # it only normalises the output of the last block, so it does not count as a layer.
+        # `ordered_hook_names` lists the final norm one place after the last layer. But the norm is
+        # no layer, so the distance to the norm is brought one place nearer to 0.
         layer_distance += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
         layer_distance -= 1
-    late_or_early = "late" if layer_distance > 0 else "early"
+    direction_in_words = "late" if layer_distance > 0 else "early"
     layers_in_words = "one layer" if abs(layer_distance) == 1 else f"{abs(layer_distance)} layers"
-    norm_in_words = ""
+    final_norm_clause = ""
     if actual_hook_name == FINAL_NORM_HOOK:
-        norm_in_words = ", and after the final norm"
+        final_norm_clause = ", and after the final norm"
     elif expected_hook_name == FINAL_NORM_HOOK:
-        norm_in_words = ", and without the final norm"
-    return f", {layers_in_words} too {late_or_early}{norm_in_words}"
+        final_norm_clause = ", and without the final norm"
+    return f", {layers_in_words} too {direction_in_words}{final_norm_clause}"
 
 
 def _stream_names(depth: int) -> Iterator[str]:
@@ -726,18 +757,21 @@ def _describe_parts(
     alignments: Sequence[Alignment],
     model: StatesRecomputer,
 ) -> str:
-    """Describes a layer with wrong states that the row's own sample does not explain.
+    """Describes the wrong states in one layer of a file, if other samples are needed for this.
 
-    The description names the samples, tokens and hooks to which parts of the layer belong. If there
-    is no such part, it names the hook of the row's own sample with the nearest states.
+    The description names the samples, tokens and hooks to which some of the states belong. If no
+    states were found to belong to a sample, it names the hook at which the states of the file's own
+    sample are nearest.
 
     Args:
-        check: Comparison of the row with the states of its sample.
-        layer: Index of the layer in the row's file.
-        hook: Hook that the layer should contain.
-        alignments: Alignments of the layer with the samples of this row, of its neighbours and of
-            other rows.
-        model: Model that recomputes the states. Its depth determines the names of its hooks.
+        check: Comparison of the file with the states of its row's sample.
+        layer: Index of the layer in the file, from 0.
+        hook: Hook whose states the layer should contain.
+        alignments: For each sample, hook and token offset that was compared with the layer, the
+            stored states that match the computed ones. The samples are those of this row, of the
+            rows before and after it, and of the other chosen rows.
+        model: Model that recomputes the states. Its number of layers determines the names of its
+            hooks.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
@@ -756,9 +790,9 @@ def _describe_parts(
         problem_phrases.append(
             f"{counted(len(stored_states), 'state')} for {counted(token_count, 'token')}"
         )
-    is_zero_state = np.array(~stored_states.any(axis=1))
-    if is_zero_state.any():
-        problem_phrases.append(f"zeros in {_tokens_in_words(is_zero_state)}")
+    zero_state_mask = np.array(~stored_states.any(axis=1))
+    if zero_state_mask.any():
+        problem_phrases.append(f"zeros in {_tokens_in_words(zero_state_mask)}")
     best_match = check.best(layer)
     errors_in_words = (
         f"{_error(best_match)}, a token up to {_percent(best_match.largest_token_error)}"
@@ -774,11 +808,11 @@ def _describe_parts(
             f"the right hook and tokens, but other values ({errors_in_words}; {limit_in_words})"
         )
         return "; ".join(problem_phrases)
-    is_unexplained_state = ~is_zero_state
+    unexplained_state_mask = ~zero_state_mask
     for alignment in best_alignments(alignments_nearest_first):
-        is_unexplained_state &= ~alignment.is_matching_state
+        unexplained_state_mask &= ~alignment.is_matching_state
         problem_phrases.append(_part_in_words(alignment, check.row_number, hook, model))
-    if is_unexplained_state.all():
+    if unexplained_state_mask.all():
         nearest_hook_in_words = (
             f"{best_match.hook_name}{_relation(best_match.hook_name, hook, model)}"
         )
@@ -797,32 +831,33 @@ def _describe_parts(
         problem_phrases.append(
             f"no match; nearest is {nearest_hook_in_words} ({errors_in_words}{rounding_hint})"
         )
-    elif is_unexplained_state.any():
+    elif unexplained_state_mask.any():
         experts_in_words = (
             ", perhaps because of other experts" if check.limits.max_other_expert_fraction else ""
         )
         problem_phrases.append(
-            f"no match for {_tokens_in_words(is_unexplained_state)}{experts_in_words}"
+            f"no match for {_tokens_in_words(unexplained_state_mask)}{experts_in_words}"
         )
     return "; ".join(problem_phrases)
 
 
 def _part_in_words(
-    alignment: Alignment, layer_row_number: int, hook: ExpectedHook, model: StatesRecomputer
+    alignment: Alignment, row_number: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str:
-    """Returns a phrase that says to which hook and tokens some stored states of a layer belong.
+    """Returns a phrase that says to which sample, tokens and hook some stored states belong.
 
     Args:
         alignment: The stored states, and the sample, hook and tokens whose computed states they
             match.
-        layer_row_number: Number of the row whose file contains the stored states. The matching
-            sample may be that of another row.
-        hook: Hook that the layer should contain.
-        model: Model that recomputes the states. Its depth determines the names of its hooks.
+        row_number: Number of the row in whose file the stored states were found. They may belong to
+            the sample of another row, which `alignment.row_number` tells.
+        hook: Hook at which the stored states should have been computed.
+        model: Model that recomputes the states. Its number of layers determines the names of its
+            hooks.
     """
     other_hook_in_words = _other_hook(alignment.hook_name, hook, model)
-    is_whole_layer = bool(alignment.is_matching_state.all())
-    is_same_row = alignment.row_number == layer_row_number
+    do_all_states_match = bool(alignment.is_matching_state.all())
+    is_same_row = alignment.row_number == row_number
     if is_same_row and not alignment.token_offset and not other_hook_in_words:
         return f"the right states in {_tokens_in_words(alignment.is_matching_state)}"
     matching_state_indices = np.flatnonzero(alignment.is_matching_state)
@@ -830,7 +865,7 @@ def _part_in_words(
         matching_state_indices[[0, -1]] + alignment.token_offset
     ).tolist()
     row_in_words = "" if is_same_row else f" of row {alignment.row_number}"
-    if is_whole_layer and not is_same_row and not alignment.token_offset:
+    if do_all_states_match and not is_same_row and not alignment.token_offset:
         return f"the states{row_in_words}{other_hook_in_words}"
     tokens_in_words = (
         f"token {first_token_index}"
@@ -838,19 +873,20 @@ def _part_in_words(
         else f"tokens {first_token_index} to {last_token_index}"
     )
     states_in_words = (
-        "" if is_whole_layer else f" in {_tokens_in_words(alignment.is_matching_state)}"
+        "" if do_all_states_match else f" in {_tokens_in_words(alignment.is_matching_state)}"
     )
     row_in_words = row_in_words or " of the same row"
     return f"the states of {tokens_in_words}{row_in_words}{states_in_words}{other_hook_in_words}"
 
 
-def _tokens_in_words(named_mask: np.ndarray) -> str:
-    """Returns the tokens of a mask in words, such as "tokens 0 to 11" or "3 of tokens 0 to 11".
+def _tokens_in_words(token_mask: np.ndarray) -> str:
+    """Returns a phrase that names some tokens, such as "tokens 0 to 11" or "3 of tokens 0 to 11".
 
     Args:
-        named_mask: Whether the words name each token, bool (tokens,). At least one token is named.
+        token_mask: For each token, whether it is one of the tokens to name, bool (tokens,). True
+            for at least one token.
     """
-    token_indices = np.flatnonzero(named_mask)
+    token_indices = np.flatnonzero(token_mask)
     first_token_index, last_token_index = token_indices[[0, -1]].tolist()
     if len(token_indices) == 1:
         return f"token {first_token_index}"
