@@ -203,7 +203,7 @@ class ActivationDataset(Samples):
         activation_hook_values = [
             hook_values for hook_values in all_hook_values if hook_values.are_activations
         ]
-        return (activation_hook_values or all_hook_values)[0].dtype
+        return (activation_hook_values or all_hook_values)[0].user_dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
@@ -213,7 +213,7 @@ class ActivationDataset(Samples):
         log-probabilities and codes have the dtype float32. Some hooks store numbers that identify
         experts, or token ids, instead of activations; these have the dtype int32.
         """
-        return self.shards.hooks.map(lambda hook_values: hook_values.dtype)
+        return self.shards.hooks.map(lambda hook_values: hook_values.user_dtype)
 
     @property
     def statistics(self) -> ByHook[HookStatistics]:

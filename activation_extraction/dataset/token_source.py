@@ -523,7 +523,7 @@ class TokenSource:
         for hook_name in requested_dtype_by_hook:
             converted_values = batch[hook_name]
             was_converted_to_float16 = (
-                hooks[hook_name].dtype != converted_values.dtype == np.float16
+                hooks[hook_name].user_dtype != converted_values.dtype == np.float16
             )
             if was_converted_to_float16 and overflows(converted_values):
                 raise ValueError(

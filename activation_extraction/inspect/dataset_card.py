@@ -258,7 +258,7 @@ def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
     hook_values = dataset.shards.hooks[hook_name]
     if not hook_values.is_array:
         return f"codes: the values of active features, {dtype_name}"
-    if hook_values.is_encoded:
+    if hook_values.is_float8:
         return f"float8 (e4m3), read as {dtype_name}"
     return dtype_name
 

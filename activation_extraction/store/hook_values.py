@@ -1,10 +1,11 @@
-"""HookValues: the values of tokens at a hook, and their representation in shards.
+"""HookValues: describes a hook, and stores, reads and compares the values of tokens at the hook.
 
-There are three kinds of values, with a class each: `DenseValues` are numbers that are stored
-without encoding, `Float8Values` are activations in one byte per value, and `CodeValues` are the
-active features of an autoencoder. An object of one of these classes describes one hook. It has the
-functions that writers, readers, statistics and --verify apply to the values at the hook; no other
-module depends on the kind of a hook. `Identity.hook_values` chooses the class.
+There are three kinds of values. A class for each kind describes the hooks with such values:
+`DenseValues` for numbers that are stored without encoding, `Float8Values` for activations that are
+stored in one byte per value, and `CodeValues` for the active features of an autoencoder. An object
+of one of these classes describes one hook, and does not contain the values. It has the functions
+that writers, readers, statistics and --verify apply to the values at the hook; no other module
+depends on the kind of a hook. `Identity.hook_values` chooses the class.
 
 The values of some tokens at a hook have up to three forms:
 
@@ -57,8 +58,9 @@ SLICE_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at
 # Largest number of attention sinks of a shard, and also of its other tokens, whose encoding errors
 # are measured. Measuring decodes the tokens again, which takes time.
 MAX_MEASURED_TOKENS = 1024
-# Number of integers or features of a sample that may always differ. If two nearly equal scores are
-# sorted in the other order, two integers or features differ.
+# Number of integers or features of a sample that may differ even if the sample is very short. If,
+# for example, the router's scores of two experts are nearly equal, a small error can reverse their
+# order, and then two integers differ.
 TIE = 2
 
 
@@ -107,11 +109,12 @@ class Tolerance:
         """
         return self.computing_error + self.rounding_error
 
-    def different_numbers(self, compared_count: int) -> int:
+    def max_different_numbers(self, compared_count: int) -> int:
         """Returns how many stored integers or features of a sample may differ from recomputed ones.
 
         This is the fraction `max_different_fraction` of the compared numbers. It is at least TIE
-        (2), because two nearly equal scores may be sorted in the other order.
+        (2): if, for example, the router's scores of two experts are nearly equal, a small error can
+        reverse their order, and then two integers differ.
 
         Args:
             compared_count: Number of integers or features that are compared.
@@ -145,7 +148,7 @@ class HookValues(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> np.dtype:
+    def user_dtype(self) -> np.dtype:
         """The dtype of the values that users get, unless they ask for another dtype."""
 
     @property
@@ -185,10 +188,10 @@ class HookValues(ABC):
 
     @property
     @abstractmethod
-    def is_encoded(self) -> bool:
-        """Whether `encode` converts the values to new arrays.
+    def is_float8(self) -> bool:
+        """Whether shards contain the values as float8, so that `encode` converts them.
 
-        If it does, the original and the encoded values need memory together while a shard is
+        If True, the original and the converted values need memory together while a shard is
         encoded.
         """
 
@@ -207,8 +210,8 @@ class HookValues(ABC):
             rows: Values of the sample as an array with one row per stored token.
 
         Returns:
-            The values in the stored form if `is_encoded` is False. Otherwise `rows` unchanged,
-            which `encode` converts later.
+            The values in the stored form. If they are stored as float8 (see `is_float8`), `rows`
+            unchanged instead, which `encode` converts to the stored form later.
         """
         return rows
 
@@ -239,8 +242,8 @@ class HookValues(ABC):
                 The values of each sample, in the stored form.
                 The encoding errors (see `EncodingError`), measured on some of the tokens: a dict
                 with the error of the first tokens of samples (position 0) under the key "sinks",
-                and the error of all other tokens under "others". It is empty if `is_encoded` is
-                False.
+                and the error of all other tokens under "others". It is empty if the values are not
+                stored as float8 (see `is_float8`).
         """
         return samples, {}
 
@@ -358,8 +361,8 @@ class HookValues(ABC):
             file: File of the shard.
             start: Index of the first token in the shard.
             stop: Index of the token after the last one. If it equals `start`, nothing is read.
-            dtype: Dtype to which encoded activations are decoded. None for the hook's `dtype`.
-                Values that are not encoded are returned in the stored dtype.
+            dtype: Dtype to which float8 activations are decoded. None for `user_dtype`. Values of
+                other kinds are returned in the stored dtype.
 
         Returns:
             A function that waits for the rows and returns them, an array with one row per token.
@@ -416,10 +419,10 @@ class DenseValues(HookValues):
 
     meaning: Literal["activations", "integers", "loss", "numbers"] = "activations"
     is_array = True  # users get the values as an array
-    is_encoded = False
+    is_float8 = False
 
     @property
-    def dtype(self) -> np.dtype:
+    def user_dtype(self) -> np.dtype:
         return np.dtype(self.stored_dtype)
 
     @property
@@ -477,14 +480,14 @@ class DenseValues(HookValues):
 
     @property
     def row_dtype(self) -> np.dtype:
-        return np.dtype((self.dtype, (self.width,)))
+        return np.dtype((self.user_dtype, (self.width,)))
 
     @property
     def min_token_bytes(self) -> int:
         return token_bytes(self.width, self.stored_dtype)
 
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
-        return {self.name: (self.dtype, (tokens, self.width))}
+        return {self.name: (self.user_dtype, (tokens, self.width))}
 
     def begin_rows(
         self, file: TensorFile, start: int, stop: int, dtype: Any = None
@@ -502,7 +505,7 @@ class DenseValues(HookValues):
     ) -> Iterator[str]:
         if self.meaning == "integers":
             difference_count = int((recomputed != stored).sum())
-            max_difference_count = tolerance.different_numbers(stored.size)
+            max_difference_count = tolerance.max_different_numbers(stored.size)
             if difference_count > max_difference_count:
                 yield (
                     f"{difference_count} of its {stored.size} numbers differ "
@@ -530,10 +533,10 @@ class Float8Values(HookValues):
     """
 
     stored_dtype: str = VALUE_DTYPE.name  # name of the dtype of the stored values
-    dtype = FLOAT32
+    user_dtype = FLOAT32
     are_activations = True
     is_array = True  # users get the values as an array
-    is_encoded = True
+    is_float8 = True
     can_be_in_pickles = False
 
     @property
@@ -654,10 +657,10 @@ class CodeValues(HookValues):
     """
 
     max_features_per_token: int
-    dtype = FLOAT32
+    user_dtype = FLOAT32
     are_activations = False  # the values are codes
     is_array = False  # users get the values as `Codes`
-    is_encoded = False
+    is_float8 = False
 
     @property
     def max_values(self) -> int:
@@ -725,8 +728,8 @@ class CodeValues(HookValues):
     ) -> Callable[[], np.ndarray]:
         if start == stop:
             return lambda: np.empty(0, self.row_dtype)
-        feature_offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
-        first_value_index, stop_value_index = feature_offsets[[0, -1]].tolist()
+        token_offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
+        first_value_index, stop_value_index = token_offsets[[0, -1]].tolist()
         wait_for_feature_ids = file.begin_rows(
             f"{self.name}.ids", first_value_index, stop_value_index
         )
@@ -737,10 +740,10 @@ class CodeValues(HookValues):
         wait_for_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
-            # Offsets of the tokens' first features, counted from the first feature that is read.
-            offsets_in_read_features = feature_offsets - first_value_index
+            # Index of each token's first feature among the features that are read.
+            token_offsets_in_read_features = token_offsets - first_value_index
             row_codes = Codes(
-                offsets_in_read_features,
+                token_offsets_in_read_features,
                 wait_for_feature_ids(),
                 wait_for_feature_values(),
                 wait_for_error_rows(),
@@ -772,16 +775,16 @@ class CodeValues(HookValues):
         Yields:
             A message for each of the four quantities that differs more than is allowed.
         """
-        stored_features = self._flat_features(stored)
-        recomputed_features = self._flat_features(recomputed)
-        common_features, indices_in_stored, indices_in_recomputed = np.intersect1d(
-            stored_features, recomputed_features, assume_unique=True, return_indices=True
+        stored_flat_indices = self._flat_feature_indices(stored)
+        recomputed_flat_indices = self._flat_feature_indices(recomputed)
+        common_flat_indices, indices_in_stored, indices_in_recomputed = np.intersect1d(
+            stored_flat_indices, recomputed_flat_indices, assume_unique=True, return_indices=True
         )
-        stored_feature_count = len(stored_features)
+        stored_feature_count = len(stored_flat_indices)
         difference_count = (
-            stored_feature_count + len(recomputed_features) - 2 * len(common_features)
+            stored_feature_count + len(recomputed_flat_indices) - 2 * len(common_flat_indices)
         )
-        max_difference_count = tolerance.different_numbers(stored_feature_count)
+        max_difference_count = tolerance.max_different_numbers(stored_feature_count)
         if difference_count > max_difference_count:
             yield (
                 f"{difference_count} of its {stored_feature_count} features differ "
@@ -792,8 +795,9 @@ class CodeValues(HookValues):
             "norms": (stored.norm, recomputed.norm),
             "errors": (_root(stored.error), _root(recomputed.error)),
         }
-        # Codes may differ twice as much as activations, because two computations add to the error:
-        # the product with the encoder, and the difference from the reconstruction.
+        # Codes may differ twice as much as activations, because the computations after the
+        # activation add errors: the product of the activation and the encoder's weights, and the
+        # difference between the activation and its reconstruction.
         max_relative_error = 2 * tolerance.activation_error
         for quantity_name, (stored_array, recomputed_array) in compared_arrays.items():
             relative_error = _relative_error(stored_array, recomputed_array)
@@ -803,7 +807,7 @@ class CodeValues(HookValues):
                     f"(allowed: {max_relative_error:g})"
                 )
 
-    def _flat_features(self, codes: Codes) -> np.ndarray:
+    def _flat_feature_indices(self, codes: Codes) -> np.ndarray:
         """Returns the index of each active feature in the flattened array (tokens, width).
 
         Args:
@@ -812,8 +816,8 @@ class CodeValues(HookValues):
         Returns:
             The indices, int64 (active features of all tokens,).
         """
-        token_of_feature = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
-        return token_of_feature * self.width + codes.indices
+        token_index_by_entry = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
+        return token_index_by_entry * self.width + codes.indices
 
 
 def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
@@ -848,10 +852,10 @@ def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
     Returns:
         A mask of the chosen tokens, bool (tokens,).
     """
-    candidate_indices = np.flatnonzero(mask)
-    candidates_per_chosen_token = max(math.ceil(len(candidate_indices) / MAX_MEASURED_TOKENS), 1)
+    indices_of_tokens_in_mask = np.flatnonzero(mask)
+    interval = max(math.ceil(len(indices_of_tokens_in_mask) / MAX_MEASURED_TOKENS), 1)
     is_chosen_token = np.zeros(len(mask), bool)
-    is_chosen_token[candidate_indices[::candidates_per_chosen_token]] = True
+    is_chosen_token[indices_of_tokens_in_mask[::interval]] = True
     return is_chosen_token
 
 
@@ -861,9 +865,9 @@ def _root(squares: np.ndarray) -> np.ndarray:
 
 def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
     """Returns the norm of the difference of two arrays, divided by the norm of `stored`."""
-    float64_stored = stored.astype(np.float64)
-    value_differences = recomputed.astype(np.float64) - float64_stored
-    stored_norm = float(np.linalg.norm(float64_stored))
+    stored_values_in_float64 = stored.astype(np.float64)
+    value_differences = recomputed.astype(np.float64) - stored_values_in_float64
+    stored_norm = float(np.linalg.norm(stored_values_in_float64))
     return float(np.linalg.norm(value_differences)) / max(stored_norm, 1e-30)
 
 

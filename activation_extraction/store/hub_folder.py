@@ -1,9 +1,10 @@
 """HubFolder: a folder in a repository of the Hugging Face hub, which can be read but not written.
 
-All files are read from the same commit, whatever is pushed to the repository meanwhile. A file or a
-range of it is read by a single request, straight into memory: nothing is stored in the hub's cache
-on this machine. The file system of huggingface_hub would list the folder before it reads a file,
-and its threads would share the listings. folder.py repeats failed requests.
+All files are read from the same git commit, whatever is pushed to the repository meanwhile. A file
+or a range of it is read by a single request, straight into memory: nothing is stored in the hub's
+cache on this machine. The file system of huggingface_hub is not used for two reasons: it would list
+the folder before it reads a file, and it keeps the listings in a cache that several threads cannot
+change safely at the same time. folder.py repeats failed requests.
 """
 
 import re
@@ -25,7 +26,7 @@ REPOSITORY_URL = re.compile(
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?"
     r"(?:/(?P<path>.*))?"
 )
-COMMIT = re.compile("[0-9a-f]{40}")
+GIT_COMMIT_ID = re.compile("[0-9a-f]{40}")
 # Prefix before ORG in a URL (None if there is none) -> kind of the repository, as requests to the
 # hub name it.
 KINDS = {"datasets": "dataset", "spaces": "space", "models": "model", None: "model"}
@@ -48,7 +49,7 @@ class HubFolder:
     The methods do the same as the methods of `LocalFolder` (local_files.py), whose docstrings
     describe them. They raise FolderError if the hub refuses a request. If the hub does not answer,
     the exception of the HTTP client may be passed on. Files have no versions, because the files of
-    a commit never change.
+    a git commit never change.
 
     Args:
         url: URL of the folder, for which `is_repository` is True.
@@ -91,8 +92,8 @@ class HubFolder:
     def pin(self) -> None:
         """Replaces the revision of this folder by the git commit to which it points now.
 
-        All files are then read from this commit. One request determines the commit. If the revision
-        is the id of a commit already, nothing is done.
+        All files are then read from this git commit, which one request determines. If the revision
+        is the id of a git commit already, nothing is done.
 
         Raises:
             FolderError: If the request failed. The attribute `is_permanent` of this error is True
@@ -101,7 +102,7 @@ class HubFolder:
         """
         from huggingface_hub import HfApi, constants
 
-        if COMMIT.fullmatch(self._revision):
+        if GIT_COMMIT_ID.fullmatch(self._revision):
             return
         try:
             with self._as_folder_errors():
@@ -140,7 +141,7 @@ class HubFolder:
                 )
                 try:
                     hf_raise_for_status(page_response)
-                except EntryNotFoundError:  # the commit has no such folder
+                except EntryNotFoundError:  # the git commit contains no such folder
                     return {}
                 for entry_json in page_response.json():
                     entry_name = entry_json["path"].rpartition("/")[2]

@@ -221,7 +221,7 @@ class Identity:
         )
         try:
             # Reading the property raises TypeError if NumPy does not have the recorded dtype.
-            hook_values.dtype  # noqa: B018 (the property is read for its exception)
+            hook_values.user_dtype  # noqa: B018 (the property is read for its exception)
         except TypeError as error:
             raise ValueError(f"{hook_name}: dtype {recorded_dtype!r}: {error}") from error
         return hook_values

@@ -106,7 +106,7 @@ class ShardWriter:
         """
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
-        encodes_values = any(hook.is_encoded for hook in self._hook_by_key.values())
+        encodes_values = any(hook.is_float8 for hook in self._hook_by_key.values())
         num_copies_in_memory = 1 + self.format.is_compressed + encodes_values
         self.queue.take(batch_bytes * num_copies_in_memory)
 
