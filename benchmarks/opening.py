@@ -60,7 +60,7 @@ def identity_of_host(host: int, hosts: int) -> Identity:
         host: Number of the host, from 0.
         hosts: Number of hosts.
     """
-    worker = Worker(host=host, hosts=hosts)
+    worker = Worker(host_number=host, num_hosts=hosts)
     return Identity(
         data="files",
         activation_dtype="bfloat16",

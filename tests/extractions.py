@@ -200,7 +200,7 @@ def change_table(folder: Path, number: int, change: Callable[[list[dict]], objec
     """
     path = folder / f"shard_{number:04d}.samples.parquet"
     samples = stored_samples(pyarrow.parquet.read_table(path))
-    rows = [{"tokens": sample.tokens, **vars(sample.facts)} for sample in samples]
+    rows = [{"tokens": sample.num_kept_tokens, **vars(sample.facts)} for sample in samples]
     change(rows)
     numbers = [row["sample_idx"] for row in rows]
     changed = []

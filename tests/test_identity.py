@@ -35,7 +35,7 @@ ONE = Identity(
     data="files",
     hooks=("blocks.1.hook_mlp_out", "blocks.2.hook_mlp_out"),
     activation_dtype="float16",
-    worker=Worker(machine=1, machines=2, hosts=2),
+    worker=Worker(machine_number=1, num_machines=2, num_hosts=2),
 )
 # Values of fields of which not any text is a value.
 OTHERS = {"positions": "last:2", "shuffle_documents": "7"}

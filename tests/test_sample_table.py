@@ -63,7 +63,7 @@ def test_whatever_is_known_of_a_sample_is_read_back():
             table = table_of(*({name: value} for value in values))
             samples = zip(stored_samples(table), values, strict=True)
             for number, (sample, value) in enumerate(samples):
-                assert (sample.facts.sample_idx, sample.tokens) == (number, number + 1)
+                assert (sample.facts.sample_idx, sample.num_kept_tokens) == (number, number + 1)
                 found = getattr(sample.facts, name)
                 if isinstance(value, dict):
                     found, value = sorted(found.items()), sorted(value.items())

@@ -161,7 +161,9 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
             first_index_in_shard, samples_per_shard
         )
         chosen_samples += [
-            stored_sample for stored_sample in stored_samples(sample_table) if stored_sample.tokens
+            stored_sample
+            for stored_sample in stored_samples(sample_table)
+            if stored_sample.num_kept_tokens
         ]
     tokens_per_batch = int(np.clip(BATCH_BYTES // bytes_per_token, 1, num_tokens_to_read))
     norms_by_hook: dict[str, list[np.ndarray]] = {hook_name: [] for hook_name in hooks}

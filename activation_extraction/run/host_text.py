@@ -251,7 +251,7 @@ class Text:
         prefetched_batches = Prefetch(
             pack(sample_stream, rows_per_batch, tokens_per_row),
             num_batches_ahead,
-            sample_skipped_event if worker.hosts > 1 else None,
+            sample_skipped_event if worker.num_hosts > 1 else None,
             min(PATIENCE, watchdog.max_silent_seconds / 4),
         )
         try:

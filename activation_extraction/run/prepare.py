@@ -114,8 +114,8 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     """
     run_folders = together(host, lambda: check_output(config, host), lambda _: settings_of(config))
     earlier_outputs = together(host, lambda: find_earlier_outputs(config, run_folders))
-    commit_choice = together(host, lambda: choose_commit(config, earlier_outputs))
-    model_commit = agree_on_commit(host, commit_choice)
+    model_commit_choice = together(host, lambda: choose_model_commit(config, earlier_outputs))
+    model_commit = agree_on_model_commit(host, model_commit_choice)
     device_memory_bytes = smallest_device_memory(config, host)
     source_names = source_names_of_first_host(config, host)
 
@@ -130,7 +130,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         )
 
     vocabulary_size = forward.model.config.vocab_size
-    text_of_run = Text(
+    text_pipeline = Text(
         config.text_options,
         forward.checkpoint,
         vocabulary_size,
@@ -140,21 +140,21 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     )
     identity = together(
         host,
-        lambda: check_and_identify(config, run_folders, forward, text_of_run, watchdog),
-        lambda identity: contents_to_compare(forward, text_of_run, identity),
+        lambda: check_and_identify(config, run_folders, forward, text_pipeline, watchdog),
+        lambda identity: contents_to_compare(forward, text_pipeline, identity),
     )
-    metadata_facts = facts_of_run(config, forward, text_of_run) | metadata_facts
+    metadata_facts = facts_of_run(config, forward, text_pipeline) | metadata_facts
     storage = together(
         host,
         lambda: plan_storage(
-            config, run_folders, forward, text_of_run, identity, metadata_facts, watchdog
+            config, run_folders, forward, text_pipeline, identity, metadata_facts, watchdog
         ),
     )
     batches_to_compute = together(
-        host, lambda: text_of_run.open(run_folders.worker, forward.batch_shape, storage, watchdog)
+        host, lambda: text_pipeline.open(run_folders.worker, forward.batch_shape, storage, watchdog)
     )
     prepared_run = Run(
-        config, host, watchdog, run_folders, forward, text_of_run, storage, batches_to_compute
+        config, host, watchdog, run_folders, forward, text_pipeline, storage, batches_to_compute
     )
     log_start(prepared_run)
     return prepared_run
@@ -225,22 +225,22 @@ def find_earlier_outputs(config: Config, folders: RunFolders) -> list[tuple[str,
     return [] if config.storage_options.overwrite else folders.earlier()
 
 
-class CommitChoice(NamedTuple):
+class ModelCommitChoice(NamedTuple):
     """The git commit of a model on the hub that one host would use.
 
     Attributes:
         is_new: Whether the commit is new to the run, because the host has found no commit in the
             metadata of the run.
-        commit: The commit that the host would use.
+        git_commit: The commit that the host would use.
     """
 
     is_new: bool
-    commit: str
+    git_commit: str
 
 
-def choose_commit(
+def choose_model_commit(
     config: Config, earlier_outputs: Sequence[tuple[str, Mapping[str, Any]]]
-) -> CommitChoice | None:
+) -> ModelCommitChoice | None:
     """Chooses the git commit of the model on the hub, by the metadata that this host can read.
 
     The first start of a run records the commit in metadata.json. A run that continues uses the
@@ -264,28 +264,28 @@ def choose_commit(
         config.model_options.model_revision,
     )
     output_url, earlier_metadata = earlier_outputs[0] if earlier_outputs else ("", {})
-    git_commit_of_run = recorded_commit(model_path, earlier_metadata)
+    recorded_git_commit = recorded_model_commit(model_path, earlier_metadata)
     # --model_revision may name a branch, which may have a newer commit by now. The recorded commit
     # is used again, so that the same command continues the run with the same model.
-    if git_commit_of_run and requested_revision in (
+    if recorded_git_commit and requested_revision in (
         None,
         earlier_metadata["configuration"].get("model_revision"),
     ):
-        return CommitChoice(is_new=False, commit=git_commit_of_run)
+        return ModelCommitChoice(is_new=False, git_commit=recorded_git_commit)
     requested_git_commit = Repository(model_path, requested_revision).git_commit
-    if requested_git_commit is not None and git_commit_of_run not in (None, requested_git_commit):
+    if requested_git_commit is not None and recorded_git_commit not in (None, requested_git_commit):
         raise InputError(
             f"--model_revision {requested_revision}: is commit {requested_git_commit}, but "
-            f"{output_url} holds a run with commit {git_commit_of_run}; {FLAGS_REMEDY}"
+            f"{output_url} holds a run with commit {recorded_git_commit}; {FLAGS_REMEDY}"
         )
     return (
         None
         if requested_git_commit is None
-        else CommitChoice(git_commit_of_run is None, requested_git_commit)
+        else ModelCommitChoice(recorded_git_commit is None, requested_git_commit)
     )
 
 
-def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
+def recorded_model_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     """Returns the git commit of a model on the hub that the metadata of a run records.
 
     Args:
@@ -301,7 +301,7 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     return metadata.get("model_commit")
 
 
-def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | None:
+def agree_on_model_commit(host: Host, model_commit_choice: ModelCommitChoice | None) -> str | None:
     """Returns the git commit of the model that all hosts use. All hosts must call this together.
 
     If any host has found a commit in the metadata of the run, all hosts use it. Otherwise, they use
@@ -309,23 +309,23 @@ def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | Non
 
     Args:
         host: This host.
-        commit_choice: The result of `choose_commit` on this host.
+        model_commit_choice: The result of `choose_model_commit` on this host.
 
     Returns:
-        The commit. None if the model of this host is local.
+        The commit. None if this host has chosen no commit.
     """
-    commit_choice_fields_of_hosts = gather(host, commit_choice)
-    commit_choices_of_hosts = [
-        CommitChoice(*commit_choice_fields)
-        for commit_choice_fields in commit_choice_fields_of_hosts
-        if commit_choice_fields is not None
+    choice_fields_of_hosts = gather(host, model_commit_choice)
+    model_commit_choices_of_hosts = [
+        ModelCommitChoice(*choice_fields)
+        for choice_fields in choice_fields_of_hosts
+        if choice_fields is not None
     ]
-    if commit_choice is None or not commit_choices_of_hosts:
+    if model_commit_choice is None or not model_commit_choices_of_hosts:
         return None
-    for commit_choice_of_host in commit_choices_of_hosts:
-        if not commit_choice_of_host.is_new:
-            return commit_choice_of_host.commit
-    return commit_choices_of_hosts[0].commit
+    for model_commit_choice_of_host in model_commit_choices_of_hosts:
+        if not model_commit_choice_of_host.is_new:
+            return model_commit_choice_of_host.git_commit
+    return model_commit_choices_of_hosts[0].git_commit
 
 
 def smallest_device_memory(config: Config, host: Host) -> float | None:
@@ -396,7 +396,7 @@ def with_inputs_of_demo(config: Config, folder: Path) -> Config:
 
 def step_request(
     config: Config,
-    commit: str | None = None,
+    model_commit: str | None = None,
     device_memory_bytes: float | None = None,
     planned: Sequence[Any] | None = None,
 ) -> StepRequest:
@@ -407,7 +407,7 @@ def step_request(
 
     Args:
         config: The configuration.
-        commit: The git commit of the model on the hub. None to use --model_revision.
+        model_commit: The git commit of the model on the hub. None to use --model_revision.
         device_memory_bytes: The memory of each device in bytes. None for the memory that this
             host's devices report.
         planned: The devices of the machine that --plan names, on which a step is only estimated.
@@ -429,7 +429,9 @@ def step_request(
             tokens_per_row, computing_options.use_data_parallel, is_batch_size_auto, planned
         )
     return StepRequest(
-        replace(config.model_options, model_revision=commit or config.model_options.model_revision),
+        replace(
+            config.model_options, model_revision=model_commit or config.model_options.model_revision
+        ),
         config.hook_options,
         computing_options,
         (batch_size, tokens_per_row),
@@ -443,18 +445,20 @@ def step_request(
 def check_and_identify(
     config: Config, folders: RunFolders, forward: Forward, text: Text, watchdog: Watchdog
 ) -> Identity:
-    """Checks the text of the run, and returns the identity of the run.
+    """Checks that the text of the run can be used, and returns the identity of the run.
 
     Args:
         config: The configuration.
         folders: The folders of the run.
-        forward: The model.
-        text: The text.
-        watchdog: The watchdog, which watches over the check of the text.
+        forward: The model on its mesh. The identity contains its hooks and its files.
+        text: The text of the run. Its tokenizer, its chat template and the first row of each data
+            set are checked.
+        watchdog: The watchdog, which watches over these checks.
 
     Raises:
-        InputError: If the text cannot be read, or if another machine or host has stored a run with
-            another identity in the same place.
+        InputError: If the tokenizer, the chat template or a data set cannot be used, or if another
+            machine or host has stored a run with another identity in the same output folder, local
+            or in the bucket.
     """
     # The data set is opened before the watchdog starts, because listing its files may take long.
     _ = text.dataset
@@ -471,13 +475,14 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
 
     Args:
         config: The configuration.
-        forward: The model.
-        text: The text.
+        forward: The model on its mesh, with the kernels that compute it.
+        text: The text of the run, which contains the tokenizer.
 
     Returns:
         The facts by their keys in metadata.json: "configuration", "model", "model_commit",
-        "backend", "mesh", a key for each kernel, and "versions". If there is a tokenizer, also
-        "tokenizer_path" and "added_tokens".
+        "backend", "mesh" and "versions", and the names of the fields of `Kernels` that the model
+        needs, such as "attention", with the chosen kernels (see `Choice.to_json`). If there is a
+        tokenizer, also "tokenizer_path" and "added_tokens".
     """
     resolved_config = replace(
         config, text_options=replace(config.text_options, drop_token_ids=text.drop_token_ids)
@@ -528,8 +533,8 @@ def plan_storage(
     Args:
         config: The configuration.
         folders: The folders of the run.
-        forward: The model.
-        text: The text.
+        forward: The model on its mesh, with the hooks whose values are stored.
+        text: The text of the run. metadata.json records the files of its data set.
         identity: The identity of the run.
         facts: The facts that metadata.json records in addition to the identity.
         watchdog: The watchdog. It is reset while the storage waits for an upload, because each

@@ -19,7 +19,7 @@ from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import compile_step
 from activation_extraction.model.model_setup import prepare_model
 from activation_extraction.run.inputs import check_model_inputs
-from activation_extraction.run.prepare import recorded_commit, step_request
+from activation_extraction.run.prepare import recorded_model_commit, step_request
 from activation_extraction.run.reread import load_for_rereading
 from activation_extraction.store.chosen_samples import ChosenSample, Recomputer, Reread
 from activation_extraction.store.hook_values import Values
@@ -123,7 +123,7 @@ def _model_as_stored(
         identity: The identity of the run.
         metadata: The content of metadata.json.
     """
-    model_revision = options.model_revision or recorded_commit(options.model_path, metadata)
+    model_revision = options.model_revision or recorded_model_commit(options.model_path, metadata)
     return replace(options, model_revision=model_revision, dtype=identity.dtype)
 
 

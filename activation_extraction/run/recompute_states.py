@@ -71,10 +71,10 @@ def load_for_hidden_states(
         (int(ids_of_sample.min()) for ids_of_sample in token_ids if len(ids_of_sample)), default=0
     )
     if smallest_token_id < 0 or largest_token_id >= model_config.vocab_size:
-        invalid_token_id = smallest_token_id if smallest_token_id < 0 else largest_token_id
+        token_id_to_report = smallest_token_id if smallest_token_id < 0 else largest_token_id
         raise InputError(
             f"--model_path {model_path}: has {model_config.vocab_size} tokens; a stored sample has "
-            f"the token id {invalid_token_id}"
+            f"the token id {token_id_to_report}"
         )
     max_sample_tokens = max(map(len, token_ids), default=1)
     max_tokens_per_row, reason_of_limit = model_config.longest_row

@@ -22,7 +22,7 @@ from activation_extraction.model.repository import Repository
 from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.run.host_text import Text
 from activation_extraction.run.inputs import check_text_inputs, check_tokenizer
-from activation_extraction.run.prepare import recorded_commit
+from activation_extraction.run.prepare import recorded_model_commit
 from activation_extraction.run.tokenizer_choice import choose_tokenizer
 from activation_extraction.store.chosen_samples import Reread, RunText, StoredTokens
 from activation_extraction.store.run_log import METADATA, identity_of
@@ -52,7 +52,7 @@ def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repo
         InputError: If a path is neither a folder nor the name of a repository.
     """
     model_options = Config.from_json(metadata["configuration"]).model_options
-    model_commit = recorded_commit(model_options.model_path, metadata)
+    model_commit = recorded_model_commit(model_options.model_path, metadata)
     model_repository = Repository(model_options.model_path, model_commit)
     if model_options.lora is None:
         return model_repository, None
@@ -84,9 +84,11 @@ def load_for_rereading(
         InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
             if it differs from the input of the run. The message names the input and its flag.
     """
-    text_of_run, config_with_paths_to_read = _text_of_run(metadata, model, adapter, dataset_path)
-    check_text_inputs(text_of_run, config_with_paths_to_read, identity_of(metadata, METADATA))
-    return partial(_read_again, text_of_run)
+    text_pipeline, config_with_paths_to_read = _text_pipeline_of_run(
+        metadata, model, adapter, dataset_path
+    )
+    check_text_inputs(text_pipeline, config_with_paths_to_read, identity_of(metadata, METADATA))
+    return partial(_read_again, text_pipeline)
 
 
 def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
@@ -113,19 +115,19 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
         )
     if config.model_options.lora is not None:
         adapter_repository = Repository(config.model_options.lora, kind=ADAPTER)
-    text_of_run, config_with_paths_to_read = _text_of_run(
+    text_pipeline, config_with_paths_to_read = _text_pipeline_of_run(
         metadata, model_repository, adapter_repository, config.text_options.dataset_path
     )
-    reread_function: Reread | None = None
+    read_samples_again: Reread | None = None
     if identity.every_token:
-        check_tokenizer(text_of_run, config_with_paths_to_read, identity)
+        check_tokenizer(text_pipeline, config_with_paths_to_read, identity)
     else:
-        check_text_inputs(text_of_run, config_with_paths_to_read, identity)
-        reread_function = partial(_read_again, text_of_run)
+        check_text_inputs(text_pipeline, config_with_paths_to_read, identity)
+        read_samples_again = partial(_read_again, text_pipeline)
     # If the data set contains token ids, it is read without a tokenizer. A tokenizer is needed here
     # to decode the ids.
-    chosen_tokenizer = text_of_run.chosen_tokenizer or choose_tokenizer(
-        model_repository, adapter_repository, text_of_run.vocabulary_size
+    chosen_tokenizer = text_pipeline.chosen_tokenizer or choose_tokenizer(
+        model_repository, adapter_repository, text_pipeline.vocabulary_size
     )
 
     def decode(token_ids: np.ndarray) -> str:
@@ -134,10 +136,10 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
         )
         return decoded_text
 
-    return RunText(decode, reread_function)
+    return RunText(decode, read_samples_again)
 
 
-def _text_of_run(
+def _text_pipeline_of_run(
     metadata: Mapping[str, Any],
     model: Repository,
     adapter: Repository | None,
@@ -170,7 +172,7 @@ def _text_of_run(
     if not identity.special_tokens:
         text_options = replace(text_options, special_tokens="none")
     vocabulary_size = metadata["model"]["vocab_size"]
-    text_of_run = Text(
+    text_pipeline = Text(
         text_options, model, vocabulary_size, earlier_metadata=[metadata], adapter=adapter
     )
     lora_path = None if adapter is None else adapter.path
@@ -179,7 +181,7 @@ def _text_of_run(
         model_options=replace(recorded_config.model_options, model_path=model.path, lora=lora_path),
         text_options=text_options,
     )
-    return text_of_run, config_with_paths_to_read
+    return text_pipeline, config_with_paths_to_read
 
 
 def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.ndarray | str]:

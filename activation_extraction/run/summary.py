@@ -45,12 +45,13 @@ def make_progress(run: Run) -> Progress:
 
 
 def print_summary(run: Run, clock: Clock, complete: bool) -> None:
-    """Prints what this host has stored so far, and which hosts had too little data.
+    """Prints what this host has stored so far, and on which hosts the data ended too early.
 
-    The counts include the shards of earlier processes. The first host, and with --verbose every
-    host, also prints the time of each activity and how to read the stored run. After a --repair,
-    the repaired shards are printed instead. All hosts must call this function together, because
-    they exchange messages.
+    The data of a host ended too early if it ended before the host had reached its share of
+    --max_samples or --max_tokens. The counts include the shards of earlier processes. The first
+    host, and with --verbose every host, also prints the time of each activity and how to read the
+    stored run. After a --repair, messages about the repair are printed instead. All hosts must call
+    this function together, because they exchange messages.
 
     Args:
         run: The run, which has ended on this host.
@@ -269,12 +270,12 @@ def list_hooks(
         displayed_hook_name = hook_kind.name.format("K")
         if "{}" in hook_kind.name and len(hook_layers) != num_layers:
             displayed_hook_name += f" (K: {ranges_in_words(hook_layers)})"
-        other_names = ", ".join(
+        other_names_in_words = ", ".join(
             hook_alias.format("K") for hook_alias in (*hook_kind.aliases, *other_module_names)
         )
         number_cells = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
         table_rows.append(
-            (displayed_hook_name, module_name.format("K"), *number_cells, other_names)
+            (displayed_hook_name, module_name.format("K"), *number_cells, other_names_in_words)
         )
     column_widths = [max(map(len, table_column)) for table_column in zip(*table_rows, strict=True)]
     table_lines = []

@@ -14,8 +14,8 @@ from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.model.devices import CHIPS
 
 # Shapes in which Google Cloud arranges the chips of a TPU, as the number of chips along each axis.
-FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
-CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
+FLAT = tuple("1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split())
+CUBES = tuple("2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16".split())
 # Shapes in which the chips of one TPU host are arranged, by the number of these chips.
 HOST_SHAPES = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}
 # The usual number of chips of a TPU host. In a machine whose shape is in CUBES, every host has this
@@ -28,16 +28,16 @@ class ChipKind(NamedTuple):
 
     Attributes:
         chip_name: The key of the chip in `model.devices.CHIPS`.
-        machine_shapes: The shapes of machines with this kind of chip, separated by spaces; "" for
-            GPUs.
-        number_in_name_per_chip: The number in the name of a machine, divided by the machine's
-            number of chips. It is 2 for v4, because v4-32 has 16 chips.
+        machine_shapes: The shapes of the TPU machines with this kind of chip, from the smallest to
+            the largest; empty for GPUs.
+        units_in_name_per_chip: The number in the name of a machine, divided by the number of chips.
+            It is 2 for v4, because the machine v4-32 has 16 chips.
         devices_per_chip: The number of JAX devices per chip.
     """
 
     chip_name: str
-    machine_shapes: str
-    number_in_name_per_chip: int
+    machine_shapes: tuple[str, ...]
+    units_in_name_per_chip: int
     devices_per_chip: int
 
 
@@ -49,9 +49,9 @@ CHIP_KINDS = {
     "v5p": ChipKind("TPU v5", CUBES, 2, 1),
     "v6e": ChipKind("TPU v6", FLAT, 1, 1),
     "tpu7x": ChipKind("TPU7x", CUBES, 2, 2),
-    "a100": ChipKind("A100", "", 1, 1),
-    "h100": ChipKind("H100", "", 1, 1),
-    "h200": ChipKind("H200", "", 1, 1),
+    "a100": ChipKind("A100", (), 1, 1),
+    "h100": ChipKind("H100", (), 1, 1),
+    "h200": ChipKind("H200", (), 1, 1),
 }
 
 
@@ -148,7 +148,7 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
 
     Args:
         name: The name of a kind of chip, followed by a number or a shape, such as v5e:8x8,
-            v5litepod-64, v4-32 or h100-8. The number is `ChipKind.number_in_name_per_chip` times
+            v5litepod-64, v4-32 or h100-8. The number is `ChipKind.units_in_name_per_chip` times
             the number of chips. The name of a kind of GPU alone is a machine with one GPU.
         chips_per_host: The number of chips of a host. None for the usual number.
 
@@ -158,27 +158,27 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
     """
     name_pattern = r"([a-z]\w*)(?:-([1-9]\d{0,4})|:(\d{1,5}(?:x\d{1,5})+))?"
     name_match = re.fullmatch(name_pattern, name.lower().replace("v5litepod", "v5e"))
-    kind_name, number_in_name, shape_in_name = (
+    chip_kind_name, number_in_name, shape_in_name = (
         name_match.groups() if name_match else (name.lower(), None, None)
     )
-    chip_kind = CHIP_KINDS.get(kind_name)
+    chip_kind = CHIP_KINDS.get(chip_kind_name)
     if chip_kind is None or (shape_in_name and not chip_kind.machine_shapes):
         raise InputError(
             f"--plan {name}: there are machines of {', '.join(CHIP_KINDS)}, such as v5e:8x8, "
             "v5litepod-64, v4-32 or h100-8"
         )
     if chip_kind.machine_shapes:
-        sides_of_shape = _tpu_sides(name, kind_name, chip_kind, number_in_name, shape_in_name)
+        sides_of_shape = _tpu_sides(name, chip_kind_name, chip_kind, number_in_name, shape_in_name)
         num_chips = math.prod(sides_of_shape)
         is_two_dimensional = len(sides_of_shape) == 2
-        machine_name = f"{kind_name}:{'x'.join(map(str, sides_of_shape))}"
+        topology_name = f"{chip_kind_name}:{'x'.join(map(str, sides_of_shape))}"
         usual_chips_per_host = (
             num_chips if is_two_dimensional and num_chips in (1, 8) else USUAL_HOST_CHIPS
         )
         host_chip_counts_of_kind = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
     else:
         num_chips = int(number_in_name or 1)
-        machine_name = f"{kind_name}-{num_chips}"
+        topology_name = f"{chip_kind_name}-{num_chips}"
         usual_chips_per_host = min(num_chips, 8)
         host_chip_counts_of_kind = [*range(1, num_chips + 1)]
     possible_chips_per_host = [
@@ -193,17 +193,17 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
             f"--plan {name} --chips_per_host {num_host_chips}: its chips divide among hosts of "
             f"{possible_chips_in_words}"
         )
-    return Topology(machine_name, chip_kind, num_chips // num_host_chips, num_chips)
+    return Topology(topology_name, chip_kind, num_chips // num_host_chips, num_chips)
 
 
 def _tpu_sides(
-    name: str, kind_name: str, kind: ChipKind, number: str | None, shape: str | None
+    name: str, chip_kind_name: str, kind: ChipKind, number: str | None, shape: str | None
 ) -> tuple[int, ...]:
     """Returns the number of chips along each axis of a TPU.
 
     Args:
         name: The value of --plan, for the message.
-        kind_name: The first part of the name, a key of CHIP_KINDS.
+        chip_kind_name: The first part of the name, a key of CHIP_KINDS.
         kind: The kind of the chips.
         number: The number in the name, such as 64. None if the name has no number.
         shape: The shape in the name, such as 8x8. None if the name has no shape.
@@ -215,9 +215,9 @@ def _tpu_sides(
     """
     # Number in the name of a machine, as text -> shape of the machine, such as "64" -> "8x8".
     shape_by_number_in_name: dict[str, str] = {}
-    for shape_of_kind in kind.machine_shapes.split():
+    for shape_of_kind in kind.machine_shapes:
         sides_of_shape = _sides_of_shape(shape_of_kind)
-        shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.number_in_name_per_chip)] = (
+        shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.units_in_name_per_chip)] = (
             shape_of_kind
         )
     # The shapes are in ascending order, so the last one is the largest.
@@ -230,7 +230,7 @@ def _tpu_sides(
         machine_names = []
         for possible_number_in_name, possible_shape in shape_by_number_in_name.items():
             machine_names.append(
-                f"{kind_name}-{possible_number_in_name} ({kind_name}:{possible_shape})"
+                f"{chip_kind_name}-{possible_number_in_name} ({chip_kind_name}:{possible_shape})"
             )
         raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
     return requested_sides

@@ -254,10 +254,10 @@ class Identity:
                 for option_name, option_value in content_flags(field_value).items():
                     json_fields[option_name] = _flag_to_json(option_name, option_value)
             elif identity_field.name == "worker":
-                json_fields["total_machines"] = self.worker.machines
-                json_fields["num_hosts"] = self.worker.hosts
-                json_fields["machine"] = self.worker.machine
-                json_fields["host"] = self.worker.host
+                json_fields["total_machines"] = self.worker.num_machines
+                json_fields["num_hosts"] = self.worker.num_hosts
+                json_fields["machine"] = self.worker.machine_number
+                json_fields["host"] = self.worker.host_number
             elif isinstance(field_value, tuple):
                 json_fields[identity_field.name] = list(field_value)
             else:
@@ -289,10 +289,10 @@ class Identity:
                 value_by_field_name[identity_field.name] = type(default_options)(**flag_values)
             elif identity_field.name == "worker":
                 value_by_field_name["worker"] = Worker(
-                    machine=recorded_fields.pop("machine"),
-                    machines=recorded_fields.pop("total_machines"),
-                    host=recorded_fields.pop("host"),
-                    hosts=recorded_fields.pop("num_hosts"),
+                    machine_number=recorded_fields.pop("machine"),
+                    num_machines=recorded_fields.pop("total_machines"),
+                    host_number=recorded_fields.pop("host"),
+                    num_hosts=recorded_fields.pop("num_hosts"),
                 )
             elif identity_field.default == ():
                 value_by_field_name[identity_field.name] = tuple(

@@ -108,8 +108,8 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
         worker: Worker that stores its files in the folder.
         in_bucket: Whether the output folder is in a bucket.
     """
-    if worker.hosts > 1 or in_bucket or worker.machines > 1:
-        return HostFolder.of(worker.machine, worker.host, worker.hosts).name
+    if worker.num_hosts > 1 or in_bucket or worker.num_machines > 1:
+        return HostFolder.of(worker.machine_number, worker.host_number, worker.num_hosts).name
     return ""
 
 
@@ -219,11 +219,13 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
             continue
         folder_worker = folder_identity.worker
         expected_folder_name = HostFolder.of(
-            folder_worker.machine, folder_worker.host, folder_worker.hosts
+            folder_worker.machine_number, folder_worker.host_number, folder_worker.num_hosts
         ).name
         first_folder_name, first_identity = names_and_identities[0]
         identity_difference = first_identity.compare(folder_identity, shared_only=True)
-        host_count = host_count_by_machine.get(folder_worker.machine, folder_worker.hosts)
+        host_count = host_count_by_machine.get(
+            folder_worker.machine_number, folder_worker.num_hosts
+        )
         if identity_difference is not None:
             field_name, value_in_folder, value_in_first_folder = identity_difference
             yield (
@@ -233,8 +235,8 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
                 f"{shown_name(first_folder_name)}"
             )
             continue
-        host_count_by_machine[folder_worker.machine] = host_count
-        if folder_worker.hosts != host_count:
+        host_count_by_machine[folder_worker.machine_number] = host_count
+        if folder_worker.num_hosts != host_count:
             yield f"{folder_in_words}: belongs to another run: its num_hosts differs"
         elif name_of_folder not in ("", expected_folder_name):
             yield f"{folder_in_words}: holds the shards of {expected_folder_name}"
@@ -260,7 +262,7 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
     if "" in identity_by_folder:
         return [""]
     first_identity = next(iter(identity_by_folder.values()))
-    machine_count = first_identity.worker.machines
+    machine_count = first_identity.worker.num_machines
     host_count_by_machine = dict.fromkeys(range(machine_count), 1)
     for host_folder in host_folders(logs_by_name).values():
         if host_folder.host_number is not None:
@@ -269,7 +271,9 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
                 host_count, host_folder.host_number + 1, 2
             )
     for folder_identity in reversed(identity_by_folder.values()):
-        host_count_by_machine[folder_identity.worker.machine] = folder_identity.worker.hosts
+        host_count_by_machine[folder_identity.worker.machine_number] = (
+            folder_identity.worker.num_hosts
+        )
     folder_names = []
     for machine_number in range(machine_count):
         host_count = host_count_by_machine[machine_number]
@@ -354,7 +358,9 @@ class RunFolders:
             InputError: If there is a stale folder.
         """
         worker = self.worker
-        sibling_workers = [replace(worker, host=host_number) for host_number in range(worker.hosts)]
+        sibling_workers = [
+            replace(worker, host_number=host_number) for host_number in range(worker.num_hosts)
+        ]
         # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
         for root_index, output_root in enumerate(self.roots):
             folder_names_of_this_machine = {
@@ -365,7 +371,7 @@ class RunFolders:
             folder_names_to_check = [""]
             for name_of_folder, host_folder in host_folders(output_root.listing()).items():
                 machine_number = host_folder.machine_number
-                if machine_number == worker.machine or machine_number >= worker.machines:
+                if machine_number == worker.machine_number or machine_number >= worker.num_machines:
                     folder_names_to_check.append(name_of_folder)
             for name_of_folder in folder_names_to_check:
                 stale_folder = output_root.child(name_of_folder)
@@ -430,7 +436,7 @@ class RunFolders:
         bucket.
         """
         for output_root in self.roots:
-            if output_root.is_local or self.worker.host == 0:
+            if output_root.is_local or self.worker.host_number == 0:
                 output_root.remove(AGGREGATE)
 
 

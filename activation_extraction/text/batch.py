@@ -22,16 +22,16 @@ class Worker:
     share, so machines may differ in their number of hosts.
 
     Attributes:
-        machine: Number of the machine, counted from 0.
-        machines: Number of machines of the run.
-        host: Number of the host in its machine, counted from 0.
-        hosts: Number of hosts of the machine.
+        machine_number: Number of the machine, counted from 0.
+        num_machines: Number of machines of the run.
+        host_number: Number of the host in its machine, counted from 0.
+        num_hosts: Number of hosts of the machine.
     """
 
-    machine: int = 0
-    machines: int = 1
-    host: int = 0
-    hosts: int = 1
+    machine_number: int = 0
+    num_machines: int = 1
+    host_number: int = 0
+    num_hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
         """Returns the `sample_idx` of a sample, its number among the samples of the whole run.
@@ -42,7 +42,9 @@ class Worker:
         Args:
             number: Number of the sample among this worker's samples, counted from 0.
         """
-        return (number * self.hosts + self.host) * self.machines + self.machine
+        return (
+            number * self.num_hosts + self.host_number
+        ) * self.num_machines + self.machine_number
 
     def number_of(self, sample_idx: int) -> int:
         """Returns the number of a sample among this worker's samples, counted from 0.
@@ -62,12 +64,12 @@ class Worker:
         Returns:
             The largest number that this host stores; None for no limit.
         """
-        return None if limit is None else len(range(self.host, limit, self.hosts))
+        return None if limit is None else len(range(self.host_number, limit, self.num_hosts))
 
     @property
     def stride(self) -> int:
         """The difference between the `sample_idx` of consecutive samples of this worker."""
-        return self.hosts * self.machines
+        return self.num_hosts * self.num_machines
 
 
 @dataclass(frozen=True)

@@ -224,8 +224,8 @@ class DocumentStream:
         # The subset of partitions that the worker reads, such as "0 of 2": its number, counted from
         # 0, and the number of subsets. "" if the worker reads all partitions.
         self._name_of_partition_subset = ""
-        self._take_share(self.worker.machine, self.worker.machines)
-        self._take_share(self.worker.host, self.worker.hosts)
+        self._take_share(self.worker.machine_number, self.worker.num_machines)
+        self._take_share(self.worker.host_number, self.worker.num_hosts)
         self._rows_in_order: Rows | ShuffledRows = self._dataset
         if shuffle is not None:
             self._rows_in_order = ShuffledRows(self._dataset, shuffle)

@@ -54,8 +54,8 @@ class StoredSample:
     Attributes:
         facts: Facts of the sample. Facts whose columns were not read from the table have their
             defaults.
-        tokens: Number of tokens whose activations are stored, which may be 0.
+        num_kept_tokens: Number of tokens whose activations are stored, which may be 0.
     """
 
     facts: SampleFacts
-    tokens: int
+    num_kept_tokens: int

@@ -190,7 +190,7 @@ def samples(
                 remedy="the data set has changed: restore it, or give another --output_dir",
                 is_recurring=True,
             )
-        current_mark = mark_before_sample.after(stored_sample.tokens)
+        current_mark = mark_before_sample.after(stored_sample.num_kept_tokens)
         on_stored()
     return current_mark
 

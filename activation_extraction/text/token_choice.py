@@ -1,7 +1,8 @@
 """Chooses which tokens of a sample are kept, by --positions, --roles and --drop_token_ids.
 
-The activations of kept tokens are stored. The choice depends only on the number, the token ids and
-the roles of the sample. So it is the same after a restart, on any mesh and with any batch size.
+The activations of kept tokens are stored. The choice for a sample depends only on these flags, on
+the sample's document and, if it is random, on the number of the sample in the run. So it is the
+same after a restart, on any mesh and with any batch size.
 common/positions.py parses --positions.
 """
 
@@ -24,17 +25,17 @@ class TokenChoice:
     other tokens.
 
     Attributes:
-        positions: The rule of --positions.
+        position_rule: The rule of --positions.
         dropped_ids: Token ids that are never kept.
         roles: The roles whose tokens may be kept; empty for all roles.
     """
 
-    positions: Positions = Positions()
+    position_rule: Positions = Positions()
     dropped_ids: tuple[int, ...] = ()
     roles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        choice_in_words = f"positions {self.positions}"
+        choice_in_words = f"positions {self.position_rule}"
         if self.roles:
             choice_in_words += f", of the roles {', '.join(self.roles)}"
         if self.dropped_ids:
@@ -47,29 +48,31 @@ class TokenChoice:
         return self == TokenChoice()
 
     def eligible(
-        self, tokens: int, mask: np.ndarray | None, labels: Mapping[str, np.ndarray]
+        self, num_tokens: int, mask: np.ndarray | None, labels: Mapping[str, np.ndarray]
     ) -> np.ndarray:
         """Returns the mask of a document's tokens to which the rule of --positions applies.
 
-        If the rule is `last_of_turn`, the mask selects one token of each turn in the whole
-        document: the last one whose role is in `roles`. A sample that ends before this token keeps
-        no token of the turn.
+        The rule applies to the tokens that are not only context and whose role is in `self.roles`,
+        or is any role if `self.roles` is empty. If the rule is `last_of_turn`, the mask selects
+        only the last such token of each turn in the whole document. A sample that ends before this
+        token keeps no token of the turn.
 
         Args:
-            tokens: The number of tokens of the document.
-            mask: Mask that is False for tokens that are only context, bool (tokens,); None if no
-                token is only context.
-            labels: "role" and "turn" of each token, int32 (tokens,) each; may be empty for a
-                document that is no conversation.
+            num_tokens: The number of tokens of the document.
+            mask: Mask that is False for tokens that are only context, bool (num_tokens,); None if
+                no token is only context.
+            labels: "role", an index into ROLES, and "turn", the number of the turn, of each token,
+                int32 (num_tokens,) each. May be empty if neither `self.roles` nor `last_of_turn`
+                needs them.
 
         Returns:
-            A mask, bool (tokens,).
+            A mask, bool (num_tokens,).
         """
-        eligible_mask = np.ones(tokens, bool) if mask is None else mask.copy()
+        eligible_mask = np.ones(num_tokens, bool) if mask is None else mask.copy()
         if self.roles:
             role_indices = [ROLES.index(role) for role in self.roles]
             eligible_mask &= np.isin(labels["role"], role_indices)
-        if self.positions.keeps_only_last_of_turn:
+        if self.position_rule.keeps_only_last_of_turn:
             eligible_indices = np.flatnonzero(eligible_mask)
             turns_of_eligible_tokens = labels["turn"][eligible_indices]
             is_last_token_of_turn = np.diff(turns_of_eligible_tokens, append=-1) != 0
@@ -94,7 +97,7 @@ class TokenChoice:
         candidate_positions = np.arange(len(token_ids), dtype=np.int32)
         if eligible_mask is not None:
             candidate_positions = candidate_positions[eligible_mask]
-        position_rule = self.positions
+        position_rule = self.position_rule
         if position_rule.probability is not None:
             position_hashes = _hashes(position_rule.seed, sample_idx, candidate_positions)
             chosen_positions = candidate_positions[
