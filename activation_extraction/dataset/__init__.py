@@ -7,7 +7,7 @@
     batches.py       Batches: an iterator over batches, with a state that can be restored
     windows.py       windows of tokens, from which batches are cut, in bounded memory
     grain.py         tokens in any order, for the data loading library grain
-    open_shards.py   keeps shards open, and reads the small files beside them
+    open_shards.py   keeps shards open, and reads their tables of samples and their statistics
     features.py      frequency and strongest tokens of each feature of an autoencoder
 
 This package imports no JAX and never runs pickled code.

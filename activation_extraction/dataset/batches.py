@@ -343,7 +343,9 @@ class Batches(Iterator[T]):
         batch_options = self.options
         shuffle_seed = batch_options.shuffle
         hook_count = max(sum(len(token_source.options.hooks) for token_source in token_sources), 1)
-        bytes_per_token = max(sum(token_source.row_bytes for token_source in token_sources), 1)
+        bytes_per_token = max(
+            sum(token_source.bytes_per_token for token_source in token_sources), 1
+        )
         are_all_runs_local = all(token_source.shards.is_local for token_source in token_sources)
         are_all_runs_read_by_ranges = all(
             token_source.shards.can_read_ranges for token_source in token_sources
@@ -368,7 +370,7 @@ class Batches(Iterator[T]):
         num_chunks_read_at_once = 1
         if are_all_runs_read_by_ranges:
             tokens_per_block_of_chunks = [
-                token_sources[0].shards.tokens_per_block(chunk.shard_number, tokens_per_chunk)
+                token_sources[0].shards.tokens_per_block(chunk.shard_index, tokens_per_chunk)
                 for chunk in chunks
             ]
             chunks = [
@@ -386,7 +388,7 @@ class Batches(Iterator[T]):
                 smaller_chunks += shuffled_chunks(
                     cut_chunk(chunk, tokens_per_chunk),
                     shuffle_seed,
-                    chunk.shard_number,
+                    chunk.shard_index,
                     chunk.start,
                 )
             chunks = smaller_chunks

@@ -145,7 +145,7 @@ class ActivationDataset(Samples):
             for _, commit in folders_and_commits
             for hook_description in commit.hooks
         }
-        hook_values_by_name = {
+        hook_format_by_name = {
             hook_name: self.identity.recorded_hook(
                 shard_description_by_hook_name.get(hook_name, {})
                 | description_by_hook_name[hook_name]
@@ -160,12 +160,12 @@ class ActivationDataset(Samples):
             run_folder.full_url,
             run_folder.is_local,
             shards_with_samples,
-            ByHook(hook_values_by_name, canonical_name_by_alias),
+            ByHook(hook_format_by_name, canonical_name_by_alias),
         )
 
     def __len__(self) -> int:
         """Returns the number of samples."""
-        return self.shards.first_sample_index_by_shard[-1]
+        return self.shards.first_sample_indices_of_shards[-1]
 
     def __repr__(self) -> str:
         return (
@@ -186,7 +186,7 @@ class ActivationDataset(Samples):
         The width is the number of values of a token. For a hook with codes, it is the number of
         features of the autoencoder.
         """
-        return self.shards.hooks.map(lambda hook_values: hook_values.width)
+        return self.shards.hooks.map(lambda hook_format: hook_format.width)
 
     @property
     def dtype(self) -> np.dtype:
@@ -199,11 +199,11 @@ class ActivationDataset(Samples):
         Hooks may also hold losses, entropies, log-probabilities, codes, token ids or numbers of
         experts. If all hooks that are read hold such values, this is the dtype of the first hook.
         """
-        all_hook_values = list(self.shards.hooks.values())
-        activation_hook_values = [
-            hook_values for hook_values in all_hook_values if hook_values.are_activations
+        hook_formats = list(self.shards.hooks.values())
+        formats_of_activation_hooks = [
+            hook_format for hook_format in hook_formats if hook_format.are_activations
         ]
-        return (activation_hook_values or all_hook_values)[0].user_dtype
+        return (formats_of_activation_hooks or hook_formats)[0].user_dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
@@ -213,15 +213,15 @@ class ActivationDataset(Samples):
         log-probabilities and codes have the dtype float32. Some hooks store numbers that identify
         experts, or token ids, instead of activations; these have the dtype int32.
         """
-        return self.shards.hooks.map(lambda hook_values: hook_values.user_dtype)
+        return self.shards.hooks.map(lambda hook_format: hook_format.user_dtype)
 
     @property
     def statistics(self) -> ByHook[HookStatistics]:
         """Statistics of every hook that is read, over all stored tokens, by the name of the hook.
 
         Statistics over all dimensions come from the JSON files, which were read when the run was
-        opened. Statistics of each dimension are read from the small files beside the shards when
-        they are first used. Hooks that store numbers that identify experts, or token ids, have no
+        opened. Statistics of each dimension are read from a small file of each shard when they are
+        first used. Hooks that store numbers that identify experts, or token ids, have no
         statistics: the number of tokens in their statistics is 0. Statistics of losses leave out
         the tokens without a loss.
         """
@@ -389,8 +389,8 @@ class ActivationDataset(Samples):
             options: Options of the batches, as a user passes them to `batches`.
 
         Returns:
-            A TokenSource whose options are complete: canonical names of hooks instead of globs, a
-            dict of the largest norm by hook, and the number of tokens in the buffer.
+            A TokenSource. Its `options` contain canonical names of hooks instead of globs, a dict
+            of the largest norm by hook, and the number of tokens in the buffer instead of None.
 
         Raises:
             ValueError: If an option is invalid for this run.
@@ -404,7 +404,7 @@ class ActivationDataset(Samples):
             )
             if len(sample_mask) and not sample_mask.any():
                 raise ValueError(f"where: chooses none of {counted(len(sample_mask), 'sample')}")
-        complete_options = replace(
+        options_of_run = replace(
             options,
             hooks=tuple(chosen_hook_names),
             max_norm=self._limits(chosen_hook_names, options.max_norm),
@@ -412,7 +412,7 @@ class ActivationDataset(Samples):
             or default_buffer(
                 options,
                 len(chosen_hook_names),
-                self.shards.row_bytes(chosen_hook_names),
+                self.shards.bytes_per_token(chosen_hook_names),
                 self.shards.is_local,
             ),
             dtype=floating_name(options.dtype),
@@ -422,7 +422,7 @@ class ActivationDataset(Samples):
             else hashlib.sha256(np.packbits(sample_mask).tobytes()).hexdigest(),
             columns=self._known_columns(options.columns),
         )
-        return TokenSource(self.shards, complete_options, sample_mask)
+        return TokenSource(self.shards, options_of_run, sample_mask)
 
     def _limits(self, hook_names: Sequence[str], max_norm: Any) -> dict[str, float]:
         """Returns the largest norm at each hook that has a limit, by the hook's canonical name.
@@ -472,8 +472,10 @@ class ActivationDataset(Samples):
             A dataset with the samples and tokens that both runs have, in the order of this run.
 
         Raises:
-            ValueError: If both runs have a hook of the same name, or if they cannot be aligned for
-                one of the reasons for which `paired` raises ValueError.
+            ValueError: If there is no run at the URL, if both runs have a hook of the same name, if
+                a run has two samples of the same row, if no row has a sample in both runs, or if
+                the metadata shows that the samples of the two runs come from different data or were
+                made in different ways.
             OSError: If a file is damaged, missing or cut short.
         """
         return JoinedRuns(self, self.opened(other))
@@ -523,16 +525,16 @@ class ActivationDataset(Samples):
         Raises:
             ValueError: If the table lacks one of the columns.
         """
-        chosen_columns = (columns,) if isinstance(columns, str) else tuple(columns)
-        if chosen_columns and len(self):
-            stored_column_names = self.shards.sample_table(0).column_names
-            for column_name in chosen_columns:
+        chosen_column_names = (columns,) if isinstance(columns, str) else tuple(columns)
+        if chosen_column_names and len(self):
+            stored_column_names = self.shards.read_sample_table(0).column_names
+            for column_name in chosen_column_names:
                 if column_name not in stored_column_names:
                     raise ValueError(
                         f"columns: samples have no {column_name!r}; they have "
                         f"{', '.join(stored_column_names)}"
                     )
-        return chosen_columns
+        return chosen_column_names
 
     def grain(self, hooks: Any = None, tokens: int = 1) -> TokenRecords:
         """Returns the tokens as records that grain, a library for loading data, reads in any order.

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # dataset.py imports this module, so a real import would be c
     from activation_extraction.dataset.dataset import ActivationDataset
 
 BATCH_TOKENS = 2**14  # number of tokens whose codes are in memory together, as one batch
-# Fields of a context, which is a token on which a feature is strong with the tokens around it.
-# `ActivationDataset.features` describes them.
+# Fields of a context. A context consists of a token on which a feature has one of its largest
+# values, and of the tokens around this token. `ActivationDataset.features` describes the fields.
 CONTEXT = pyarrow.schema(
     {
         "value": pyarrow.float32(),
@@ -51,14 +51,13 @@ class StrongestTokens:
         tokens_per_feature: Number of tokens to keep for each feature, K.
 
     Attributes:
-        values: Largest values of each feature, float32 (F, K), in descending order; -inf where the
-            feature is active on fewer than K tokens.
+        values: Largest values of each feature, float32 (F, K), in descending order. If a feature is
+            active on fewer than K tokens, -inf fills the rest of its K values.
         token_numbers: Numbers of the tokens with these values, counted from 0 over all shards of a
             dataset, int64 (F, K).
     """
 
     def __init__(self, feature_count: int, tokens_per_feature: int) -> None:
-        # The largest values of each feature; -inf where it is active on fewer tokens.
         self.values = np.full((feature_count, tokens_per_feature), -np.inf, np.float32)
         self.token_numbers = np.zeros((feature_count, tokens_per_feature), np.int64)
 
@@ -74,12 +73,12 @@ class StrongestTokens:
             token_numbers: Number of the token of each value, from 0 over all shards, int64 (n,).
         """
         tokens_per_feature = self.values.shape[1]
-        may_be_kept = values > self.values[feature_ids, -1]
+        may_value_be_kept = values > self.values[feature_ids, -1]
         # The indices that sort by feature, and then by descending value.
-        sorting_indices = np.lexsort((-values[may_be_kept], feature_ids[may_be_kept]))
-        feature_ids = feature_ids[may_be_kept][sorting_indices]
-        added_values = values[may_be_kept][sorting_indices]
-        token_numbers = token_numbers[may_be_kept][sorting_indices]
+        sorting_indices = np.lexsort((-values[may_value_be_kept], feature_ids[may_value_be_kept]))
+        feature_ids = feature_ids[may_value_be_kept][sorting_indices]
+        added_values = values[may_value_be_kept][sorting_indices]
+        token_numbers = token_numbers[may_value_be_kept][sorting_indices]
         updated_feature_ids, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
         )
@@ -134,8 +133,8 @@ def feature_table(
     hook_name = dataset.hooks.aliases.get(hook, hook)
     names_of_code_hooks = [
         name_of_read_hook
-        for name_of_read_hook, hook_values in dataset.shards.hooks.items()
-        if not hook_values.is_array
+        for name_of_read_hook, hook_format in dataset.shards.hooks.items()
+        if not hook_format.is_array
     ]
     if not dataset.identity.code_hooks:
         raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
@@ -148,34 +147,36 @@ def feature_table(
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
     feature_count = dataset.hooks[hook_name]
     num_earlier_tokens = 0  # number of tokens in earlier batches
-    active_token_count_by_feature = np.zeros(feature_count, np.int64)
-    value_sum_by_feature = np.zeros(feature_count)
+    active_token_counts_of_features = np.zeros(feature_count, np.int64)
+    value_sums_of_features = np.zeros(feature_count)
     strongest_tokens = StrongestTokens(feature_count, contexts)
     progress_settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
     with tqdm(total=dataset.tokens, **progress_settings) as progress_bar:
         for batch in dataset.batches(BATCH_TOKENS, [hook_name]):
             codes = batch[hook_name]
-            token_number_by_value = np.repeat(
+            token_numbers_of_values = np.repeat(
                 np.arange(num_earlier_tokens, num_earlier_tokens + len(batch)),
                 np.diff(codes.indptr),
             )
-            active_token_count_by_feature += np.bincount(codes.indices, minlength=feature_count)
-            value_sum_by_feature += np.bincount(codes.indices, codes.data, minlength=feature_count)
-            strongest_tokens.add(codes.indices, codes.data, token_number_by_value)
+            active_token_counts_of_features += np.bincount(codes.indices, minlength=feature_count)
+            value_sums_of_features += np.bincount(
+                codes.indices, codes.data, minlength=feature_count
+            )
+            strongest_tokens.add(codes.indices, codes.data, token_numbers_of_values)
             num_earlier_tokens += len(batch)
             progress_bar.update(len(batch))
-    is_active_feature = active_token_count_by_feature > 0
-    mean_value_by_feature = np.divide(
-        value_sum_by_feature,
-        active_token_count_by_feature,
+    is_active_feature = active_token_counts_of_features > 0
+    mean_values_of_features = np.divide(
+        value_sums_of_features,
+        active_token_counts_of_features,
         where=is_active_feature,
         out=np.zeros(feature_count),
     )
     columns_by_name: dict[str, Any] = {
         "feature": np.arange(feature_count, dtype=np.int32),
-        "tokens": active_token_count_by_feature,
-        "frequency": active_token_count_by_feature / max(num_earlier_tokens, 1),
-        "mean": pyarrow.array(mean_value_by_feature, mask=~is_active_feature),
+        "tokens": active_token_counts_of_features,
+        "frequency": active_token_counts_of_features / max(num_earlier_tokens, 1),
+        "mean": pyarrow.array(mean_values_of_features, mask=~is_active_feature),
         "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~is_active_feature),
         "contexts": _contexts(dataset, strongest_tokens, around),
     }
@@ -198,24 +199,31 @@ def _contexts(
         feature in `strongest_tokens`, the strongest token first. The struct has the fields of
         CONTEXT: the feature's value, the place of the token, and the tokens around it.
     """
-    is_listed = np.isfinite(strongest_tokens.values)
-    listed_values = strongest_tokens.values[is_listed]
-    listed_tokens = strongest_tokens.token_numbers[is_listed]
-    first_token_index_of_shard = np.cumsum(
+    # False where -inf fills up the values of a feature that is active on few tokens.
+    has_context = np.isfinite(strongest_tokens.values)
+    values_of_contexts = strongest_tokens.values[has_context]
+    token_numbers_of_contexts = strongest_tokens.token_numbers[has_context]
+    first_token_numbers_of_shards = np.cumsum(
         [0, *(commit.tokens for commit in dataset.shards.commits)]
     )
-    shard_number_of_token = np.searchsorted(first_token_index_of_shard, listed_tokens, "right") - 1
+    shard_indices_of_contexts = (
+        np.searchsorted(first_token_numbers_of_shards, token_numbers_of_contexts, "right") - 1
+    )
     decode_ids = None
     with suppress(LookupError):
         decode_ids = find_decoder(dataset)
-    indices_in_listed_tokens_by_table = [np.arange(0)]
+    # The contexts of a shard are made together. A table in `context_tables` contains the contexts
+    # of one shard, and the same item of `context_indices_of_tables` contains their indices among
+    # all contexts. The first table is empty, for the case that there are no contexts.
+    context_indices_of_tables = [np.arange(0)]
     context_tables = [CONTEXT.empty_table()]
-    for shard_number in np.unique(shard_number_of_token).tolist():
-        shard_reader = dataset.shards.get(shard_number)
-        listed_indices_of_shard = np.flatnonzero(shard_number_of_token == shard_number)
-        token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard_number].tokens)()
+    for shard_index in np.unique(shard_indices_of_contexts).tolist():
+        shard_reader = dataset.shards.get(shard_index)
+        context_indices_of_shard = np.flatnonzero(shard_indices_of_contexts == shard_index)
+        token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard_index].tokens)()
         token_indices_in_shard = (
-            listed_tokens[listed_indices_of_shard] - first_token_index_of_shard[shard_number]
+            token_numbers_of_contexts[context_indices_of_shard]
+            - first_token_numbers_of_shards[shard_index]
         )
         sample_index_of_token = (
             np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
@@ -231,7 +239,7 @@ def _contexts(
             for context_start, context_stop in zip(context_starts, context_stops, strict=True)
         ]
         context_columns = {
-            "value": listed_values[listed_indices_of_shard],
+            "value": values_of_contexts[context_indices_of_shard],
             "sample_idx": shard_reader.sample_numbers[sample_index_of_token],
             "position": token_fields["position"][token_indices_in_shard],
             "token_ids": context_ids,
@@ -240,14 +248,14 @@ def _contexts(
                 decode_ids and decode_ids(context_token_ids) for context_token_ids in context_ids
             ],
         }
-        indices_in_listed_tokens_by_table.append(listed_indices_of_shard)
+        context_indices_of_tables.append(context_indices_of_shard)
         context_tables.append(pyarrow.table(context_columns, CONTEXT))
-    contexts = pyarrow.concat_tables(context_tables).take(
-        np.argsort(np.concatenate(indices_in_listed_tokens_by_table))
+    context_table = pyarrow.concat_tables(context_tables).take(
+        np.argsort(np.concatenate(context_indices_of_tables))
     )
-    context_offsets_of_features = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
+    context_offsets_of_features = np.cumsum([0, *has_context.sum(axis=1)], dtype=np.int32)
     return pyarrow.ListArray.from_arrays(
-        context_offsets_of_features, contexts.to_struct_array().combine_chunks()
+        context_offsets_of_features, context_table.to_struct_array().combine_chunks()
     )
 
 

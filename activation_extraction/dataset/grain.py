@@ -59,13 +59,13 @@ class TokenRecords:
         if not 0 <= record_number < len(self):
             raise IndexError(f"record {record_number}: there are {len(self)}, counted from 0")
         token_source = self._token_source
-        shard_number = bisect_right(self._first_record_indices, record_number) - 1
+        shard_index = bisect_right(self._first_record_indices, record_number) - 1
         first_token_index = (
-            record_number - self._first_record_indices[shard_number]
+            record_number - self._first_record_indices[shard_index]
         ) * self._tokens_per_record
-        num_shard_tokens = token_source.shards.commits[shard_number].tokens
+        num_shard_tokens = token_source.shards.commits[shard_index].tokens
         end_token_index = min(first_token_index + self._tokens_per_record, num_shard_tokens)
-        batch = token_source.whole_tokens([Chunk(shard_number, first_token_index, end_token_index)])
+        batch = token_source.whole_tokens([Chunk(shard_index, first_token_index, end_token_index)])
         token_fields = {
             field_name: getattr(batch, field_name)
             for field_name in ("token_ids", "sample_idx", "position")

@@ -1,7 +1,8 @@
 """OpenShards: opens the shards of a run when they are read, and keeps recently read shards open.
 
-OpenShards finds the shard of a sample, and reads the tables and the statistics beside the shards.
-store/shard_reader.py reads a single shard.
+OpenShards finds the shard of a sample. It also reads the table of samples and the sums for
+statistics of each shard, which are in files of their own. store/shard_reader.py reads a single
+shard.
 """
 
 import resource
@@ -101,12 +102,12 @@ class OpenShards:
             itself) and the commit of the shard.
         hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
         commits: Commits of the shards, in their order.
-        first_sample_index_by_shard: For each shard, the index of its first sample in the run. One
-            further item at the end is the number of all samples.
+        first_sample_indices_of_shards: For each shard, the index of its first sample in the run.
+            One further item at the end is the number of all samples.
         can_read_ranges: Whether a range of rows can be read from every shard without reading the
             whole shard. False if a shard is a pickle.
-        sample_table: Function that takes the index of a shard in `shards` and returns the table of
-            its samples.
+        read_sample_table: Function that takes the index of a shard in `shards` and returns the
+            table of its samples. Tables that were read recently stay in memory.
 
     Raises:
         ValueError: If the file of a shard is too small for the tokens that the commit records.
@@ -119,14 +120,17 @@ class OpenShards:
 
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]
-        self.first_sample_index_by_shard = [0, *accumulate(commit.count for commit in self.commits)]
+        self.first_sample_indices_of_shards = [
+            0,
+            *accumulate(commit.count for commit in self.commits),
+        ]
         self.can_read_ranges = all(map(can_read_ranges, self.commits))
         self._check_sizes()
         self._values_by_column: dict[str, np.ndarray] = {}
         # The cached functions do not refer to this object, because a cycle of references would keep
         # a decompressed pickle in memory until the garbage collector runs.
         self._read_shard_with: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
-        hook_values = list(self.hooks.values())
+        hook_formats = list(self.hooks.values())
         max_open_shards = _max_open_files()
         if not self.can_read_ranges:
             max_open_shards = 1
@@ -138,29 +142,29 @@ class OpenShards:
         self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
             partial(
                 self._read_shard_with,
-                lambda folder, commit: open_shard(folder, commit, hook_values),
+                lambda folder, commit: open_shard(folder, commit, hook_formats),
             )
         )
         max_tables = MAX_TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
-        self.sample_table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
+        self.read_sample_table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
             partial(self._read_shard_with, read_table)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpenShards, (self.url, self.is_local, self.shards, self.hooks)
 
-    def get(self, shard: int) -> SafetensorsFile:
+    def get(self, shard_index: int) -> SafetensorsFile:
         """Returns a shard, which is opened first if it is not open yet.
 
         If several threads need the shard at the same time, only one of them opens it.
 
         Args:
-            shard: Index of the shard in `shards`.
+            shard_index: Index of the shard in `shards`.
         """
-        with self._lock_by_shard[shard]:
-            return self._open(shard)
+        with self._lock_by_shard[shard_index]:
+            return self._open(shard_index)
 
-    def row_bytes(self, hooks: Sequence[str]) -> int:
+    def bytes_per_token(self, hooks: Sequence[str]) -> int:
         """Returns the number of bytes of memory for the values of one token at some hooks.
 
         Args:
@@ -168,7 +172,7 @@ class OpenShards:
         """
         return sum(self.hooks[hook_name].row_dtype.itemsize for hook_name in hooks)
 
-    def tokens_per_block(self, shard: int, tokens_per_chunk: int) -> int:
+    def tokens_per_block(self, shard_index: int, tokens_per_chunk: int) -> int:
         """Returns the number of tokens by which the length of a chunk should be divisible.
 
         The file of a shard has checksums of blocks of tokens (see RangeChecksums). A bucket is read
@@ -176,14 +180,14 @@ class OpenShards:
         blocks is therefore read from a bucket without the bytes of other tokens.
 
         Args:
-            shard: Index of the shard in `shards`.
+            shard_index: Index of the shard in `shards`.
             tokens_per_chunk: Number of tokens in a chunk.
 
         Returns:
             The number of tokens in a block; 1 if the file is on this machine, if the shard has no
             checksums of blocks, or if a block has more tokens than a chunk.
         """
-        commit = self.commits[shard]
+        commit = self.commits[shard_index]
         range_checksums = commit.files[commit.file].ranges
         if self.is_local or range_checksums is None or range_checksums.tokens > tokens_per_chunk:
             return 1
@@ -195,7 +199,7 @@ class OpenShards:
         Raises:
             ValueError: If a file has too few bytes for the number of tokens in the shard's commit.
         """
-        min_token_bytes = sum(hook_values.min_token_bytes for hook_values in self.hooks.values())
+        min_token_bytes = sum(hook_format.min_token_bytes for hook_format in self.hooks.values())
         for folder_name, commit in self.shards:
             max_compression_ratio = 1 if can_read_ranges(commit) else MAX_GZIP_RATIO
             max_decompressed_bytes = commit.bytes * max_compression_ratio
@@ -208,23 +212,23 @@ class OpenShards:
                     f"cannot be in {commit.bytes} bytes"
                 )
 
-    def shard_of(self, sample: int) -> int:
+    def shard_of(self, sample_index: int) -> int:
         """Returns the index in `shards` of the shard that contains a sample.
 
         Args:
-            sample: Index of the sample in the run, in the order of the shards.
+            sample_index: Index of the sample in the run, in the order of the shards.
         """
-        return bisect_right(self.first_sample_index_by_shard, sample) - 1
+        return bisect_right(self.first_sample_indices_of_shards, sample_index) - 1
 
-    def facts(self, sample: int) -> SampleFacts:
+    def facts(self, sample_index: int) -> SampleFacts:
         """Returns the facts of a sample, such as its row and its id, from the table of its shard.
 
         Args:
-            sample: Index of the sample in the run, in the order of the shards.
+            sample_index: Index of the sample in the run, in the order of the shards.
         """
-        shard_index = self.shard_of(sample)
-        index_in_shard = sample - self.first_sample_index_by_shard[shard_index]
-        sample_row = self.sample_table(shard_index).slice(index_in_shard, 1)
+        shard_index = self.shard_of(sample_index)
+        index_in_shard = sample_index - self.first_sample_indices_of_shards[shard_index]
+        sample_row = self.read_sample_table(shard_index).slice(index_in_shard, 1)
         return stored_samples(sample_row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
@@ -240,10 +244,10 @@ class OpenShards:
         """
         for shard_index, (shard_folder, commit) in enumerate(self.shards):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:
-                sample_idx_of_shard = self.sample_table(shard_index)["sample_idx"].to_numpy()
+                sample_idx_of_shard = self.read_sample_table(shard_index)["sample_idx"].to_numpy()
                 index_in_shard = int(np.searchsorted(sample_idx_of_shard, sample_idx))
                 if sample_idx_of_shard[index_in_shard] == sample_idx:
-                    return self.first_sample_index_by_shard[shard_index] + index_in_shard
+                    return self.first_sample_indices_of_shards[shard_index] + index_in_shard
         return None
 
     def read_all(self, read: Callable[[int], T]) -> Iterator[T]:
@@ -252,8 +256,8 @@ class OpenShards:
         The results have the order of the shards.
 
         Args:
-            read: Function that takes the index of a shard in `shards`, reads the shard or a file
-                beside it, and returns the result.
+            read: Function that takes the index of a shard in `shards`, reads files of the shard,
+                and returns the result.
         """
         # The pool is not kept, because a fork of this process would lack its threads.
         with ThreadPoolExecutor(MAX_REQUESTS) as thread_pool:
@@ -262,7 +266,7 @@ class OpenShards:
     @cached_property
     def samples(self) -> pyarrow.Table:
         """The table with a row for each sample of the run, in the order of the shards."""
-        return concatenate_tables(self.read_all(self.sample_table))
+        return concatenate_tables(self.read_all(self.read_sample_table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns columns of the table of all samples, and keeps them in memory.
@@ -278,7 +282,7 @@ class OpenShards:
             column_name for column_name in names if column_name not in self._values_by_column
         ]
         if unread_column_names:
-            sample_tables = list(self.read_all(self.sample_table))
+            sample_tables = list(self.read_all(self.read_sample_table))
             for column_name in unread_column_names:
                 column_values = [
                     column_value
@@ -295,18 +299,18 @@ class OpenShards:
         """The statistics of every hook over all shards.
 
         The commits contain the statistics over all dimensions. The statistics of each dimension
-        are computed from `sums`, which are read from the files beside the shards when a statistic
-        of a dimension is first used.
+        are computed from `sums`, which are read from a file of each shard when a statistic of a
+        dimension is first used.
         """
-        statistics_by_hook = Totals.of(self.commits).statistics
-        hook_statistics = {
+        overall_statistics_by_hook_name = Totals.of(self.commits).statistics
+        statistics_by_hook_name = {
             hook_name: HookStatistics(
-                **vars(statistics_by_hook.get(hook_name, Statistics())),
+                **vars(overall_statistics_by_hook_name.get(hook_name, Statistics())),
                 load=partial(self._sums_of, hook_name),
             )
             for hook_name in self.hooks
         }
-        return ByHook(hook_statistics, self.hooks.aliases)
+        return ByHook(statistics_by_hook_name, self.hooks.aliases)
 
     def _sums_of(self, hook: str) -> Sums:
         return self.sums.get(hook) or Sums.zeros(self.hooks[hook].width)
@@ -322,7 +326,7 @@ class OpenShards:
         depend on the timing of threads.
         """
         names_of_array_hooks = [
-            hook_name for hook_name, hook_values in self.hooks.items() if hook_values.is_array
+            hook_name for hook_name, hook_format in self.hooks.items() if hook_format.is_array
         ]
         sums_by_hook: dict[str, Sums] = {}
         for sums_of_shard in self.read_all(
@@ -342,7 +346,7 @@ def _read_shard(
     shards: Sequence[tuple[str, Commit]],
     folders: dict[str, Folder],
     read: Callable[[Folder, Commit], T],
-    shard: int,
+    shard_index: int,
 ) -> T:
     """Calls a function that reads a shard, and returns the result of the function.
 
@@ -350,14 +354,14 @@ def _read_shard(
         url: URL of the run.
         shards: For each shard, a tuple of the name of its folder and its commit.
         folders: Open folders by name. The folder of the shard is added if it is missing.
-        read: Function that takes the folder and the commit of a shard, reads the shard or a file
-            beside it, and returns the result.
-        shard: Index of the shard in `shards`.
+        read: Function that takes the folder and the commit of a shard, reads files of the shard,
+            and returns the result.
+        shard_index: Index of the shard in `shards`.
 
     Raises:
         OSError: If `read` raises RunError, for example because the file is damaged.
     """
-    folder_name, commit = shards[shard]
+    folder_name, commit = shards[shard_index]
     with as_os_errors():
         if folder_name not in folders:
             folders[folder_name] = Folder(url).child(folder_name)

@@ -1,9 +1,9 @@
 """Reads several runs over the same data as one: side by side (`paired`), or joined (`join`).
 
 Samples of two runs count as the same sample if they come from the same row of the data set. Tokens
-of two runs count as the same token if they have the same position in the same sample. A row
-is stored as a file name and a line number, for example, which may be equal in different data sets.
-Runs whose metadata records different data sets are therefore rejected with ValueError.
+of two runs count as the same token if they have the same position in the same sample. A run stores
+the position of a row, for example a file name and a line number, which may be equal in different
+data sets. Runs whose metadata records different data sets are therefore rejected with ValueError.
 """
 
 import json
@@ -30,8 +30,8 @@ from activation_extraction.dataset.token_batch import (
 )
 from activation_extraction.dataset.token_source import (
     BatchOptions,
+    ChunkTokens,
     ReadChunk,
-    ShardTokens,
     TokenSource,
     as_mask,
     default_buffer,
@@ -54,7 +54,8 @@ class AlignedRuns:
 
     Attributes:
         runs: Datasets of the runs, in the order of the arguments.
-        unpaired_samples: For each run, the number of its samples that at least one other run lacks.
+        unpaired_samples: Tuple with a number for each run: the number of its samples that at least
+            one other run lacks.
 
     Raises:
         ValueError: If the runs have no row in common, if two samples of one run come from the same
@@ -89,12 +90,12 @@ class AlignedRuns:
                 f"{urls_in_words}: no row of the data set has a sample in each of them"
             )
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
-        token_counts_by_run = [run.shards.columns(["tokens"])["tokens"] for run in runs]
+        sample_token_counts_of_runs = [run.shards.columns(["tokens"])["tokens"] for run in runs]
         # For each run, an array with the token count of each sample that all runs have.
         common_token_counts = [
             token_counts_of_run[sample_indices].astype(int)
             for token_counts_of_run, sample_indices in zip(
-                token_counts_by_run, self._sample_indices, strict=True
+                sample_token_counts_of_runs, self._sample_indices, strict=True
             )
         ]
         for run, num_left_out_samples, num_common_tokens in zip(
@@ -139,15 +140,17 @@ class AlignedRuns:
             ValueError: If an option is invalid for these runs.
         """
         runs_and_hook_names = list(zip(self.runs, hooks, strict=True))
-        row_bytes = sum(run.shards.row_bytes(hook_names) for run, hook_names in runs_and_hook_names)
-        are_local = all(run.shards.is_local for run in self.runs)
+        bytes_per_token = sum(
+            run.shards.bytes_per_token(hook_names) for run, hook_names in runs_and_hook_names
+        )
+        are_all_runs_local = all(run.shards.is_local for run in self.runs)
         num_buffer_tokens = options.buffer or default_buffer(
-            options, sum(map(len, hooks)), row_bytes, are_local
+            options, sum(map(len, hooks)), bytes_per_token, are_all_runs_local
         )
         unread_hooks_with_limits = (
             set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         )
-        sources = list[TokenSource]()
+        token_sources = list[TokenSource]()
         for run, hook_names in runs_and_hook_names:
             norm_limits_of_run = options.max_norm
             aliases = run.hooks.aliases
@@ -158,18 +161,22 @@ class AlignedRuns:
                     if aliases.get(hook_name, hook_name) in hook_names
                 }
                 unread_hooks_with_limits -= norm_limits_of_run.keys()
-            sample_filter_of_run = options.where if callable(options.where) or not sources else None
+            sample_filter_of_run = (
+                options.where if callable(options.where) or not token_sources else None
+            )
             options_of_run = dict(
                 hooks=hook_names,
                 buffer=num_buffer_tokens,
                 max_norm=norm_limits_of_run,
                 where=sample_filter_of_run,
             )
-            sources.append(run.source(replace(options, **options_of_run)))
+            token_sources.append(run.source(replace(options, **options_of_run)))
         for hook_name in unread_hooks_with_limits:
             raise ValueError(f"max_norm: hook {hook_name!r} is not read")
-        sources[0] = sources[0].of(self._sample_indices[0])
-        return Batches(sources, make_batch, partial(aligned_reader, sources, self._sample_indices))
+        token_sources[0] = token_sources[0].of(self._sample_indices[0])
+        return Batches(
+            token_sources, make_batch, partial(aligned_reader, token_sources, self._sample_indices)
+        )
 
 
 class PairedRuns(AlignedRuns):
@@ -182,7 +189,8 @@ class PairedRuns(AlignedRuns):
 
     Attributes:
         runs: Datasets of the two runs, in the order in which `paired` was called with them.
-        unpaired_samples: For each run, the number of its samples that the other run lacks.
+        unpaired_samples: Tuple with a number for each run: the number of its samples that the other
+            run lacks.
 
     Raises:
         ValueError: If the runs have no row in common, if two samples of one run come from the same
@@ -229,11 +237,13 @@ class JoinedRuns(AlignedRuns, Samples):
             codes is the number of features.
         dtypes: Dtype of every hook of all runs, by the name of the hook.
         runs: Datasets of the runs, in the order of the arguments.
-        unpaired_samples: For each run, the number of its samples that at least one other run lacks.
+        unpaired_samples: Tuple with a number for each run: the number of its samples that at least
+            one other run lacks.
 
     Raises:
-        ValueError: If two runs have a hook of the same name, or if the samples of the runs cannot
-            be matched, for one of the reasons for which AlignedRuns raises ValueError.
+        ValueError: If two runs have a hook of the same name, if the runs have no row in common, if
+            two samples of one run come from the same row, or if the metadata shows that the samples
+            of the runs come from different data or were made in different ways.
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
@@ -243,7 +253,11 @@ class JoinedRuns(AlignedRuns, Samples):
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Name of a hook -> statistics over all tokens of the one run that has the hook."""
+        """Statistics of every hook of all runs, by the name of the hook.
+
+        Each hook belongs to exactly one of the runs. Its statistics cover all tokens of this run,
+        also the tokens that another run lacks.
+        """
         return _joined_hooks([run.statistics for run in self.runs])
 
     @cached_property
@@ -262,8 +276,11 @@ class JoinedRuns(AlignedRuns, Samples):
             other: The other run: an ActivationDataset, or the URL of a run.
 
         Raises:
-            ValueError: If a hook of the other run is in this dataset, or if the samples of the two
-                runs cannot be matched (see `AlignedRuns`).
+            ValueError: If a hook of the other run is in this dataset, if no row has a sample in
+                each of the runs, if two samples of the other run come from the same row, or if the
+                metadata shows that the samples of the runs come from different data or were made in
+                different ways. If `other` is a URL, also if there is no run at the URL.
+            OSError: If a file of the other run is damaged, missing or cut short.
         """
         return JoinedRuns(*self.runs, self.runs[0].opened(other))
 
@@ -286,9 +303,10 @@ class JoinedRuns(AlignedRuns, Samples):
         Raises:
             ValueError: If an argument is invalid for these runs.
         """
-        chosen_hooks = self.hooks.chosen("the joined runs", hooks)
+        chosen_hook_names = self.hooks.chosen("the joined runs", hooks)
         hook_names_of_runs = [
-            [hook_name for hook_name in chosen_hooks if hook_name in run.hooks] for run in self.runs
+            [hook_name for hook_name in chosen_hook_names if hook_name in run.hooks]
+            for run in self.runs
         ]
         batch_options = BatchOptions(size, **options)
         if (sample_filter := batch_options.where) is not None:
@@ -311,10 +329,10 @@ class JoinedRuns(AlignedRuns, Samples):
         Raises:
             ValueError: If two runs have different ids for the same token.
         """
-        sample_index_by_run = self._sample_indices[:, index].tolist()
+        sample_indices_of_runs = self._sample_indices[:, index].tolist()
         samples = [
             run[sample_index_in_run]
-            for run, sample_index_in_run in zip(self.runs, sample_index_by_run, strict=True)
+            for run, sample_index_in_run in zip(self.runs, sample_indices_of_runs, strict=True)
         ]
         common_positions = reduce(np.intersect1d, (sample.position for sample in samples))
         first_sample, *other_samples = (
@@ -325,25 +343,25 @@ class JoinedRuns(AlignedRuns, Samples):
         return _joined([first_sample, *other_samples])
 
 
-def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -> ReadChunk:
+def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndarray) -> ReadChunk:
     """Returns a function that reads a chunk, and keeps the tokens that all runs have.
 
     If a run other than the first stores pickles, the tokens of a whole shard of the first run are
-    aligned at once. Otherwise the alignment of each chunk of this shard would decompress the
-    pickles of the other run again.
+    aligned at once. Aligning each chunk of the shard alone would decompress the pickles of the
+    other run again for every chunk.
 
     Args:
-        sources: The TokenSource of each run. The `sample_mask` of the first source tells which
-            samples are read.
+        token_sources: The TokenSource of each run. The `sample_mask` of the first source tells
+            which samples are read.
         sample_indices: Indices of the common samples in each run, int64 (runs, samples). A column
             is one sample. Columns have the order of the first run.
 
     Returns:
         A function that takes a chunk of the first run (consecutive tokens of a shard), and returns
-        a tuple with a block for each run. Item i of the blocks' `wanted_rows` refers to the same
-        token in all blocks, and this token passes the filters of all runs.
+        a tuple with a block for each run. Item i of the blocks' `wanted_token_indices` refers to
+        the same token in all blocks, and this token passes the filters of all runs.
     """
-    first_source, *other_sources = sources
+    first_source, *other_sources = token_sources
     is_wanted_sample = np.asarray(first_source.sample_mask)[sample_indices[0]]
     wanted_sample_indices = sample_indices[:, is_wanted_sample]
     needs_whole_shards = not all(source.shards.can_read_ranges for source in other_sources)
@@ -351,7 +369,7 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
     # If whole shards are aligned, all chunks of a shard need the same result, so the last result is
     # kept. Otherwise no result is kept.
     @lru_cache(int(needs_whole_shards))
-    def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:
+    def align(chunk: Chunk) -> tuple[ChunkTokens, list[Block]]:
         first_run_tokens = first_source.tokens([chunk])
         first_sample_index, last_sample_index = first_run_tokens.sample_indices[[0, -1]]
         start_column, stop_column = np.searchsorted(
@@ -369,30 +387,34 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         return first_run_tokens, partner_blocks
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
-        aligned_chunk = first_source.whole(chunk.shard_number) if needs_whole_shards else chunk
+        aligned_chunk = first_source.whole(chunk.shard_index) if needs_whole_shards else chunk
         first_run_tokens, partner_blocks = align(aligned_chunk)
         start_in_aligned_chunk = chunk.start - aligned_chunk.start
         stop_in_aligned_chunk = start_in_aligned_chunk + len(chunk)
         is_in_all_runs = np.all(
             [
-                partner_block.wanted_rows[start_in_aligned_chunk:stop_in_aligned_chunk] >= 0
+                partner_block.wanted_token_indices[start_in_aligned_chunk:stop_in_aligned_chunk]
+                >= 0
                 for partner_block in partner_blocks
             ],
             axis=0,
         )
-        row_indices_in_all_runs = start_in_aligned_chunk + np.flatnonzero(is_in_all_runs)
-        first_run_block = first_source.with_activations(first_run_tokens, row_indices_in_all_runs)
+        common_token_indices = start_in_aligned_chunk + np.flatnonzero(is_in_all_runs)
+        first_run_block = first_source.with_activations(first_run_tokens, common_token_indices)
         is_within_norm_limits = first_source.are_within_limits(first_run_block)
         blocks_of_runs = (
             first_run_block,
             *(
-                Block(partner_tokens, partner_rows[row_indices_in_all_runs])
-                for partner_tokens, partner_rows in partner_blocks
+                Block(
+                    partner_block.token_batch,
+                    partner_block.wanted_token_indices[common_token_indices],
+                )
+                for partner_block in partner_blocks
             ),
         )
         return tuple(
-            Block(run_tokens, wanted_row_indices[is_within_norm_limits])
-            for run_tokens, wanted_row_indices in blocks_of_runs
+            Block(run_block.token_batch, run_block.wanted_token_indices[is_within_norm_limits])
+            for run_block in blocks_of_runs
         )
 
     return read
@@ -401,7 +423,7 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
 def _partners(
     first_source: TokenSource,
     other_source: TokenSource,
-    first_run_tokens: ShardTokens,
+    first_run_tokens: ChunkTokens,
     sample_pairs: np.ndarray,
 ) -> Block:
     """Finds tokens of the first run in another run, and reads them from the other run.
@@ -414,9 +436,9 @@ def _partners(
             their indices in the first run, and row 1 contains their indices in the other run.
 
     Returns:
-        A block of the other run. It has an item in `wanted_rows` for each token of
-        `first_run_tokens`: the index in the block's `tokens` of the same token, or -1 if the other
-        run lacks the token or if the token fails the filters of one of the runs.
+        A block of the other run. It has an item in `wanted_token_indices` for each token of
+        `first_run_tokens`: the index in the block's `token_batch` of the same token, or -1 if the
+        other run lacks the token or if the token fails the filters of one of the runs.
 
     Raises:
         ValueError: If a token has a different id in the other run.
@@ -427,9 +449,9 @@ def _partners(
     # One integer for each token. Its upper 32 bits are the index of the token's sample in the first
     # run, and its lower 32 bits are the token's position.
     packed_sample_and_position_of_token = (
-        first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
+        first_run_tokens.sample_indices << 32 | first_run_tokens.token_batch.position
     )
-    other_run_row_of_token = np.full(len(packed_sample_and_position_of_token), -1)
+    partner_index_of_token = np.full(len(packed_sample_and_position_of_token), -1)
     partner_batches = list[TokenBatch]()
     for chunks_of_shard in other_source.by_shard(sample_indices_in_other_run):
         other_run_tokens = other_source.tokens(chunks_of_shard)
@@ -437,60 +459,63 @@ def _partners(
             np.searchsorted(sample_indices_in_other_run, other_run_tokens.sample_indices)
         ]
         packed_sample_and_position_of_other_token = (
-            sample_index_of_token << 32 | other_run_tokens.tokens.position
+            sample_index_of_token << 32 | other_run_tokens.token_batch.position
         )
-        _, first_run_indices, other_run_indices = np.intersect1d(
+        _, token_indices_in_first_run, token_indices_in_other_run = np.intersect1d(
             packed_sample_and_position_of_token,
             packed_sample_and_position_of_other_token,
             return_indices=True,
         )
-        common_tokens = (
-            first_run_tokens.tokens.map(itemgetter(first_run_indices)),
-            other_run_tokens.tokens.map(itemgetter(other_run_indices)),
+        common_batches = (
+            first_run_tokens.token_batch.map(itemgetter(token_indices_in_first_run)),
+            other_run_tokens.token_batch.map(itemgetter(token_indices_in_other_run)),
         )
-        _check_same_tokens((first_source.shards.url, other_source.shards.url), *common_tokens)
+        _check_same_tokens((first_source.shards.url, other_source.shards.url), *common_batches)
         is_wanted = (
-            first_run_tokens.is_wanted[first_run_indices]
-            & other_run_tokens.is_wanted[other_run_indices]
+            first_run_tokens.is_wanted[token_indices_in_first_run]
+            & other_run_tokens.is_wanted[token_indices_in_other_run]
         )
         partner_block = other_source.with_activations(
-            other_run_tokens, other_run_indices[is_wanted]
+            other_run_tokens, token_indices_in_other_run[is_wanted]
         )
         if (is_within_norm_limits := other_source.are_within_limits(partner_block)).any():
-            other_run_row_of_token[first_run_indices[is_wanted][is_within_norm_limits]] = (
-                partner_block.wanted_rows[is_within_norm_limits] + sum(map(len, partner_batches))
+            partner_index_of_token[token_indices_in_first_run[is_wanted][is_within_norm_limits]] = (
+                partner_block.wanted_token_indices[is_within_norm_limits]
+                + sum(map(len, partner_batches))
             )
-            partner_batches.append(partner_block.tokens)
+            partner_batches.append(partner_block.token_batch)
     return Block(
-        concatenate_batches(partner_batches or [first_run_tokens.tokens]), other_run_row_of_token
+        concatenate_batches(partner_batches or [first_run_tokens.token_batch]),
+        partner_index_of_token,
     )
 
 
-def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
+def _check_same_tokens(urls: Sequence[str], *tokens_of_runs: Any) -> None:
     """Raises ValueError if the ids of a token differ between two runs.
 
     Args:
         urls: URLs of the two runs.
-        *runs: A TokenBatch or a SampleActivations of each of the two runs. Token i of both comes
-            from the same row of the data set, and has the same position in its sample.
+        *tokens_of_runs: A TokenBatch or a SampleActivations of each of the two runs. Token i of
+            both comes from the same row of the data set, and has the same position in its sample.
     """
-    for token_index in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
+    first_tokens, other_tokens = tokens_of_runs
+    for token_index in np.flatnonzero(first_tokens.token_ids != other_tokens.token_ids):
         difference_in_words = " but ".join(
-            f"{tokens.token_ids[token_index]} in sample "
-            f"{np.broadcast_to(tokens.sample_idx, tokens.token_ids.shape)[token_index]} "
+            f"{run_tokens.token_ids[token_index]} in sample "
+            f"{np.broadcast_to(run_tokens.sample_idx, run_tokens.token_ids.shape)[token_index]} "
             f"of {run_url}"
-            for run_url, tokens in zip(urls, runs, strict=True)
+            for run_url, run_tokens in zip(urls, tokens_of_runs, strict=True)
         )
-        position = runs[0].position[token_index]
+        position = first_tokens.position[token_index]
         message = f"the token at position {position} of the same row is {difference_in_words}"
         raise ValueError(without_secrets(message))
 
 
 def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
-    """Merges the mappings from hooks to values of several runs, and the aliases of the hooks.
+    """Merges mappings from the hooks of several runs into one mapping, with all aliases.
 
     Args:
-        values_of_runs: For each run, a mapping from its hooks to values.
+        values_of_runs: For each run, a mapping from the names of its hooks to values of any type.
 
     Returns:
         A mapping with the hooks and aliases of all runs.
@@ -498,13 +523,13 @@ def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
     Raises:
         ValueError: If two runs have a hook of the same name.
     """
-    joined_values = ByHook[Any]({})
+    joined_value_by_hook = ByHook[Any]({})
     for value_by_hook in values_of_runs:
-        for hook_name in filter(joined_values.__contains__, value_by_hook):
+        for hook_name in filter(joined_value_by_hook.__contains__, value_by_hook):
             raise ValueError(f"hook {hook_name!r} is in more than one of the runs")
-        joined_values.update(value_by_hook)
-        joined_values.aliases.update(value_by_hook.aliases)
-    return joined_values
+        joined_value_by_hook.update(value_by_hook)
+        joined_value_by_hook.aliases.update(value_by_hook.aliases)
+    return joined_value_by_hook
 
 
 def _joined(tokens_of_runs: Sequence[Any]) -> Any:
@@ -515,8 +540,10 @@ def _joined(tokens_of_runs: Sequence[Any]) -> Any:
             tokens. The result contains the activations of all runs. All of its other arrays, such
             as the token ids, come from the first run.
     """
-    activations = _joined_hooks([tokens_of_run.activations for tokens_of_run in tokens_of_runs])
-    return replace(tokens_of_runs[0], activations=activations)
+    joined_activations = _joined_hooks(
+        [tokens_of_run.activations for tokens_of_run in tokens_of_runs]
+    )
+    return replace(tokens_of_runs[0], activations=joined_activations)
 
 
 def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleActivations:

@@ -139,10 +139,14 @@ class TokenBatch:
         return len(self.token_ids)
 
     def __getitem__(self, hook: str) -> Any:
-        """Returns the values at a hook: an array (size, width), or `Codes` at a hook with codes.
+        """Returns the values of the batch's tokens at a hook.
 
         Args:
             hook: The canonical name of the hook, or one of its other names.
+
+        Returns:
+            An array (size, width), where `size` is the number of tokens of the batch. At a hook
+            with codes, a `Codes` object.
 
         Raises:
             KeyError: If no hook has this name.
@@ -167,7 +171,9 @@ class TokenBatch:
         return self.activations.items()
 
     def to(self, device: Any) -> "TokenBatch":
-        """Returns the batch as PyTorch tensors on a device.
+        """Returns a batch of PyTorch tensors on a device, with the values of this batch.
+
+        The arrays in `columns` stay NumPy arrays.
 
         Args:
             device: Device of PyTorch, such as "cuda".
@@ -204,13 +210,17 @@ class TokenBatch:
         }
 
     def torch(self) -> "TokenBatch":
-        """Returns the batch as PyTorch tensors, which share the memory of the arrays."""
+        """Returns a batch of PyTorch tensors that share the memory of this batch's NumPy arrays.
+
+        The arrays in `columns` stay NumPy arrays.
+        """
         return self.map(as_tensor)
 
     def jax(self) -> "TokenBatch":
-        """Returns the batch as JAX arrays on JAX's default device.
+        """Returns a batch of JAX arrays on JAX's default device, with the values of this batch.
 
-        `sample_idx` stays a NumPy array, because JAX would cut its values to 32 bits.
+        `sample_idx` stays a NumPy array, because JAX would cut its values to 32 bits. The arrays in
+        `columns` stay NumPy arrays, too.
         """
         import jax
 
@@ -224,7 +234,7 @@ class TokenBatch:
                 codes, it is applied to each of the arrays of which Codes consist.
         """
         return TokenBatch(
-            self.activations.map(lambda hook_values: map_arrays(hook_values, convert)),
+            self.activations.map(lambda activations: map_arrays(activations, convert)),
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),
@@ -248,11 +258,11 @@ class TokenPair(NamedTuple):
     second: TokenBatch
 
     def torch(self) -> "TokenPair":
-        """Returns the batches of both runs as PyTorch tensors, which share the arrays' memory."""
+        """Returns a pair of batches of PyTorch tensors that share memory with the NumPy arrays."""
         return TokenPair(*(batch.torch() for batch in self))
 
     def jax(self) -> "TokenPair":
-        """Returns the batches of both runs as JAX arrays (see TokenBatch.jax)."""
+        """Returns a pair of batches of JAX arrays (see TokenBatch.jax)."""
         return TokenPair(*(batch.jax() for batch in self))
 
 
@@ -274,11 +284,11 @@ def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = 
         dtypes: Dtype by the name of a hook, for hooks whose dtype shall differ from the dtype in
             `like`. None if no dtype differs.
     """
-    undefined_batch = like.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
+    uninitialised_batch = like.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
     for hook_name, dtype in (dtypes or {}).items():
-        undefined_activations = undefined_batch.activations[hook_name]
-        undefined_batch.activations[hook_name] = np.empty(undefined_activations.shape, dtype)
-    return undefined_batch
+        activations_shape = uninitialised_batch.activations[hook_name].shape
+        uninitialised_batch.activations[hook_name] = np.empty(activations_shape, dtype)
+    return uninitialised_batch
 
 
 def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -300,60 +310,60 @@ class Block(NamedTuple):
     """Tokens that were read together, and the indices of the wanted tokens among them.
 
     Attributes:
-        tokens: The tokens with their activations.
-        wanted_rows: Indices into `tokens` of the tokens that pass the filters, int64
+        token_batch: The tokens with their activations.
+        wanted_token_indices: Indices into `token_batch` of the tokens that pass the filters, int64
             (wanted tokens,), ascending. If runs are paired or joined, there is a block for each
-            run, and item i of `wanted_rows` refers to the same token in every block; these tokens
-            have the order of the first run, so that the `wanted_rows` of another run may not
-            ascend.
+            run, and item i of `wanted_token_indices` refers to the same token in every block; these
+            tokens have the order of the first run, so that the `wanted_token_indices` of another
+            run may not ascend.
     """
 
-    tokens: TokenBatch
-    wanted_rows: np.ndarray
+    token_batch: TokenBatch
+    wanted_token_indices: np.ndarray
 
 
-def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> None:
+def copy_wanted_tokens(block: Block, target_indices: np.ndarray, target: TokenBatch) -> None:
     """Copies the wanted tokens of a block into a batch, and converts them to the batch's dtypes.
 
     Args:
         block: Block with at least one wanted token.
-        target_indices: For each wanted token (`wanted_rows` of the block), the index in `target` to
-            which the token is copied, int64 (wanted tokens,).
+        target_indices: For each wanted token (`wanted_token_indices` of the block), the index in
+            `target` to which the token is copied, int64 (wanted tokens,).
         target: Batch that is written to.
     """
-    source_row_indices = _as_slice(block.wanted_rows)
-    target_row_indices = _as_slice(target_indices)
-    for source_values, target_values in zip(block.tokens.arrays, target.arrays, strict=True):
+    source_slice_or_indices = _as_slice(block.wanted_token_indices)
+    target_slice_or_indices = _as_slice(target_indices)
+    for source_values, target_values in zip(block.token_batch.arrays, target.arrays, strict=True):
         has_same_dtype = source_values.dtype == target_values.dtype
         source_bits = _bits_of(source_values)
-        target_bits = _bits_of(target_values) if has_same_dtype else target_values
+        target_bits_or_values = _bits_of(target_values) if has_same_dtype else target_values
         if (
             has_same_dtype
-            and isinstance(target_row_indices, slice)
-            and not isinstance(source_row_indices, slice)
+            and isinstance(target_slice_or_indices, slice)
+            and not isinstance(source_slice_or_indices, slice)
         ):
-            # With the default mode="raise", NumPy would buffer `out` and copy all rows twice.
+            # With the default mode="raise", NumPy would buffer `out` and copy all values twice.
             np.take(
                 source_bits,
-                source_row_indices,
+                source_slice_or_indices,
                 axis=0,
-                out=target_bits[target_row_indices],
+                out=target_bits_or_values[target_slice_or_indices],
                 mode="clip",
             )
         else:
-            taken_bits = source_bits[source_row_indices]
-            target_bits[target_row_indices] = (
+            taken_bits = source_bits[source_slice_or_indices]
+            target_bits_or_values[target_slice_or_indices] = (
                 taken_bits if has_same_dtype else taken_bits.view(source_values.dtype)
             )
 
 
-def _as_slice(row_indices: np.ndarray) -> slice | np.ndarray:
-    """Returns indices of rows as a slice if they are consecutive, otherwise unchanged.
+def _as_slice(token_indices: np.ndarray) -> slice | np.ndarray:
+    """Returns indices of tokens as a slice if they are consecutive, otherwise unchanged.
 
-    NumPy copies a slice faster than an array of indices.
+    NumPy copies values that a slice selects faster than values that an array of indices selects.
     """
-    is_consecutive = (np.diff(row_indices) == 1).all()
-    return slice(row_indices[0], row_indices[-1] + 1) if is_consecutive else row_indices
+    are_consecutive = (np.diff(token_indices) == 1).all()
+    return slice(token_indices[0], token_indices[-1] + 1) if are_consecutive else token_indices
 
 
 def _bits_of(values: np.ndarray) -> np.ndarray:
@@ -399,16 +409,19 @@ class SampleActivations(SampleFacts):
     turn: np.ndarray | None = None
 
     def __getitem__(self, hook: str) -> np.ndarray:
-        """Returns the values at a hook: an array (tokens, width), or `Codes` at a hook with codes.
+        """Returns the values of the sample's tokens at a hook.
 
         Args:
             hook: The canonical name of the hook, or one of its other names.
 
+        Returns:
+            An array (tokens, width). At a hook with codes, a `Codes` object.
+
         Raises:
             KeyError: If no hook has this name.
         """
-        hook_values: np.ndarray = _at_hook(self, hook)
-        return hook_values
+        activations: np.ndarray = _at_hook(self, hook)
+        return activations
 
     @property
     def positions(self) -> np.ndarray:
@@ -416,26 +429,26 @@ class SampleActivations(SampleFacts):
         return self.position
 
 
-def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
-    """Returns the values of tokens at a hook.
+def _at_hook(batch_or_sample: TokenBatch | SampleActivations, name: str) -> Any:
+    """Returns the values of a batch's or a sample's tokens at a hook.
 
     Args:
-        tokens: A batch or a sample.
+        batch_or_sample: The batch or the sample.
         name: The canonical name of the hook, or one of its other names.
 
     Returns:
         The activations, (tokens, width), or a `Codes` object at a hook with codes.
 
     Raises:
-        KeyError: If no hook has this name. If `tokens` has an attribute or a column of this name,
-            the message names it. Otherwise the message lists the hooks.
+        KeyError: If no hook has this name. If `batch_or_sample` has an attribute or a column of
+            this name, the message names it. Otherwise the message lists the hooks.
     """
     try:
-        return tokens.activations[name]
+        return batch_or_sample.activations[name]
     except KeyError:
-        if name in vars(tokens) or name == "positions":
+        if name in vars(batch_or_sample) or name == "positions":
             place_in_words = f"its attribute .{name}"
-        elif name in tokens.columns:
+        elif name in batch_or_sample.columns:
             place_in_words = f".columns[{name!r}]"
         else:
             raise
@@ -450,10 +463,11 @@ class Samples(Sequence[SampleActivations]):
     """
 
     def number(self, index: int) -> int:
-        """Returns the index of a sample, counted from the start of the dataset.
+        """Converts a negative index of a sample to the index counted from the start of the dataset.
 
         Args:
-            index: Index of the sample in the dataset; a negative index counts from the end.
+            index: Index of the sample in the dataset. A negative index counts from the end; any
+                other index is returned as it is.
 
         Raises:
             IndexError: If there is no such sample.

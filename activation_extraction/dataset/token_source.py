@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from activation_extraction.dataset.token_batch import (
     Block,
     ByHook,
     TokenBatch,
-    copy_rows,
+    copy_wanted_tokens,
     empty_batch,
 )
 from activation_extraction.dataset.windows import Chunk
@@ -75,10 +76,6 @@ class BatchOptions:
             tokens.
         columns: Names of columns of the table `samples`, such as ["doc_id", "label"]. A batch then
             contains their values for every token, in its attribute `columns`.
-
-    The options of a TokenSource are complete: `hooks` contains canonical names, `max_norm` is a
-    dict of limits by hook, `buffer` is a number, `dtype` is a name or None, and `where` is a digest
-    of the mask or None.
 
     Raises:
         ValueError: If a value is invalid for every run, such as a negative size.
@@ -152,21 +149,21 @@ class BatchOptions:
         }
 
 
-class ShardTokens(NamedTuple):
+class ChunkTokens(NamedTuple):
     """All tokens of some chunks (`Chunk`) of a shard in order, without their activations.
 
     Attributes:
-        shard_number: Index of the shard among the shards of the run, from 0.
+        shard_index: Index of the shard among the shards of the run, from 0.
         token_indices: Index of each token in the shard, ascending, int64 (tokens,).
-        tokens: The tokens, as a batch without hooks.
+        token_batch: The tokens, as a batch without activations.
         sample_indices: For each token, the index of its sample in the run, int64 (tokens,).
         is_wanted: Whether each token passes the filters except `max_norm`, bool (tokens,). Norms
             are compared when the activations are read.
     """
 
-    shard_number: int
+    shard_index: int
     token_indices: np.ndarray
-    tokens: TokenBatch
+    token_batch: TokenBatch
     sample_indices: np.ndarray
     is_wanted: np.ndarray
 
@@ -179,8 +176,10 @@ class TokenSource:
 
     Attributes:
         shards: Shards of the run.
-        options: Options of reading, without defaults that depend on the run: `hooks`, `max_norm`,
-            `buffer`, `dtype` and `where` have the values that BatchOptions describes at its end.
+        options: Options of the batches, adapted to this run: `hooks` is a tuple of canonical names,
+            `max_norm` is a dict from canonical names to limits, `buffer` is a number of tokens,
+            `dtype` is the name of a dtype or None, `where` is the digest of a mask or None, `roles`
+            is a tuple in the order of ROLES or None, and `columns` is a tuple.
         sample_mask: Whether the tokens of each sample of the run are wanted, bool (samples,). None
             if the tokens of all samples are wanted.
     """
@@ -192,15 +191,15 @@ class TokenSource:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the JSON files of all shards, which differs if the stored data differ."""
-        commit_lines = "".join(
+        commit_list_text = "".join(
             f"{folder_name}/{commit.sha256}\n" for folder_name, commit in self.shards.shards
         )
-        return hashlib.sha256(commit_lines.encode()).hexdigest()
+        return hashlib.sha256(commit_list_text.encode()).hexdigest()
 
     @property
-    def row_bytes(self) -> int:
+    def bytes_per_token(self) -> int:
         """The number of bytes of memory for the values of a token at all hooks that are read."""
-        return self.shards.row_bytes(self.options.hooks)
+        return self.shards.bytes_per_token(self.options.hooks)
 
     def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the values that columns of the table of samples contain for some samples.
@@ -225,64 +224,62 @@ class TokenSource:
         all_sample_idx = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
         return all_sample_idx, np.argsort(all_sample_idx)
 
-    def of(self, samples: np.ndarray) -> "TokenSource":
+    def of(self, sample_indices: np.ndarray) -> "TokenSource":
         """Returns a source that reads the tokens of some samples only.
 
         Args:
-            samples: Indices of the samples in the run.
+            sample_indices: Indices of the samples in the run.
         """
-        sample_mask = np.isin(np.arange(self.shards.first_sample_index_by_shard[-1]), samples)
+        sample_count = self.shards.first_sample_indices_of_shards[-1]
+        sample_mask = np.isin(np.arange(sample_count), sample_indices)
         if self.sample_mask is not None:
             sample_mask &= self.sample_mask
         return replace(self, sample_mask=sample_mask)
 
-    def whole(self, shard: int) -> Chunk:
+    def whole(self, shard_index: int) -> Chunk:
         """Returns a chunk that contains all tokens of a shard.
 
         Args:
-            shard: Index of the shard among the shards of the run, from 0.
+            shard_index: Index of the shard among the shards of the run, from 0.
         """
-        return Chunk(shard, 0, self.shards.commits[shard].tokens)
+        return Chunk(shard_index, 0, self.shards.commits[shard_index].tokens)
 
     def chunks(self) -> list[Chunk]:
         """Returns a chunk for each shard that is to be read, with all tokens of the shard.
 
         Shards in which `sample_mask` selects no sample are left out.
         """
-        first_sample_index_by_shard = self.shards.first_sample_index_by_shard
         return [
-            self.whole(shard_number)
-            for shard_number, _ in enumerate(self.shards.commits)
+            self.whole(shard_index)
+            for shard_index, (first_sample_index, stop_sample_index) in enumerate(
+                pairwise(self.shards.first_sample_indices_of_shards)
+            )
             if self.sample_mask is None
-            or self.sample_mask[
-                first_sample_index_by_shard[shard_number] : first_sample_index_by_shard[
-                    shard_number + 1
-                ]
-            ].any()
+            or self.sample_mask[first_sample_index:stop_sample_index].any()
         ]
 
-    def by_shard(self, samples: np.ndarray) -> Iterator[list[Chunk]]:
+    def by_shard(self, sample_indices: np.ndarray) -> Iterator[list[Chunk]]:
         """Yields chunks that contain all tokens of some samples, shard by shard.
 
         Args:
-            samples: Indices of the samples in the run, ascending.
+            sample_indices: Indices of the samples in the run, ascending.
 
         Yields:
             A list of the chunks of a shard. Samples that are adjacent in the shard form one chunk.
         """
-        shard_number_by_sample = (
-            np.searchsorted(self.shards.first_sample_index_by_shard, samples, "right") - 1
+        shard_indices_of_samples = (
+            np.searchsorted(self.shards.first_sample_indices_of_shards, sample_indices, "right") - 1
         )
-        for shard_number in np.unique(shard_number_by_sample).tolist():
+        for shard_index in np.unique(shard_indices_of_samples).tolist():
             sample_indices_in_shard = (
-                samples[shard_number_by_sample == shard_number]
-                - self.shards.first_sample_index_by_shard[shard_number]
+                sample_indices[shard_indices_of_samples == shard_index]
+                - self.shards.first_sample_indices_of_shards[shard_index]
             )
             with as_os_errors():
-                token_offsets = self.shards.get(shard_number).offsets
+                token_offsets = self.shards.get(shard_index).offsets
             yield [
                 Chunk(
-                    shard_number,
+                    shard_index,
                     int(token_offsets[adjacent_sample_indices[0]]),
                     int(token_offsets[adjacent_sample_indices[-1] + 1]),
                 )
@@ -292,7 +289,7 @@ class TokenSource:
                 )
             ]
 
-    def tokens(self, chunks: Sequence[Chunk]) -> ShardTokens:
+    def tokens(self, chunks: Sequence[Chunk]) -> ChunkTokens:
         """Reads all tokens of some chunks of one shard, and applies the filters except `max_norm`.
 
         Args:
@@ -303,7 +300,7 @@ class TokenSource:
         """
         return self._begin_tokens(chunks)()
 
-    def _begin_tokens(self, chunks: Sequence[Chunk]) -> Callable[[], ShardTokens]:
+    def _begin_tokens(self, chunks: Sequence[Chunk]) -> Callable[[], ChunkTokens]:
         """Begins to read all tokens of some chunks of one shard, without their activations.
 
         Args:
@@ -312,45 +309,51 @@ class TokenSource:
         Returns:
             A function that waits for the tokens and returns them.
         """
-        shard_number = chunks[0].shard_number
+        shard_index = chunks[0].shard_index
         first_token_index = chunks[0].start
         stop_token_index = chunks[-1].stop
         token_indices_in_shard = np.concatenate(
             [np.arange(chunk.start, chunk.stop) for chunk in chunks]
         )
         with as_os_errors():
-            shard_reader = self.shards.get(shard_number)
+            shard_reader = self.shards.get(shard_index)
             wait_for_fields = shard_reader.begin_tokens(first_token_index, stop_token_index)
 
-        def wait() -> ShardTokens:
+        def wait() -> ChunkTokens:
             sample_index_of_token = (
                 np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
             )
             sample_idx_of_token = shard_reader.sample_numbers[sample_index_of_token]
             with as_os_errors():
                 range_values_by_field = wait_for_fields()
-            no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
+            empty_activations_by_hook = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
             values_by_field: dict[str, Any] = {
                 field_name: range_values[token_indices_in_shard - first_token_index]
                 for field_name, range_values in range_values_by_field.items()
             }
-            tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **values_by_field)
-            sample_index_of_token += self.shards.first_sample_index_by_shard[shard_number]
-            is_wanted = tokens.position >= self.options.skip_first
+            batch_without_activations = TokenBatch(
+                empty_activations_by_hook, sample_idx=sample_idx_of_token, **values_by_field
+            )
+            sample_index_of_token += self.shards.first_sample_indices_of_shards[shard_index]
+            is_wanted = batch_without_activations.position >= self.options.skip_first
             if self.sample_mask is not None:
                 is_wanted &= self.sample_mask[sample_index_of_token]
             if self.options.roles is not None:
                 is_wanted &= np.isin(
                     values_by_field["role"], [*map(ROLES.index, self.options.roles)]
                 )
-            return ShardTokens(
-                shard_number, token_indices_in_shard, tokens, sample_index_of_token, is_wanted
+            return ChunkTokens(
+                shard_index,
+                token_indices_in_shard,
+                batch_without_activations,
+                sample_index_of_token,
+                is_wanted,
             )
 
         return wait
 
-    def with_activations(self, shard_tokens: ShardTokens, wanted_indices: np.ndarray) -> Block:
-        """Reads the activations of some tokens of a shard, and returns the tokens with them.
+    def with_activations(self, chunk_tokens: ChunkTokens, wanted_indices: np.ndarray) -> Block:
+        """Reads the activations of some tokens, and returns the tokens with their activations.
 
         If the file is mapped into memory and the activations are not encoded, the activations are
         views of the file. Encoded activations are decoded to the dtype of the options. Unwanted
@@ -358,22 +361,24 @@ class TokenSource:
         MIN_SKIPPED_BYTES bytes.
 
         Args:
-            shard_tokens: Tokens of a shard.
-            wanted_indices: Indices into `shard_tokens` of the tokens to return, int64 (n,).
+            chunk_tokens: All tokens of some chunks of a shard, without their activations.
+            wanted_indices: Indices into `chunk_tokens` of the tokens to return, int64 (n,).
 
         Returns:
-            A block of all tokens that were read. Its `wanted_rows` are the indices in the block of
-            the requested tokens, in the order of `wanted_indices`.
+            A block of all tokens that were read. Its `wanted_token_indices` are the indices in the
+            block of the requested tokens, in the order of `wanted_indices`.
         """
         hook_names = self.options.hooks
-        max_hook_bytes = max(
-            (self.shards.row_bytes([hook_name]) for hook_name in hook_names), default=0
+        bytes_per_token_of_largest_hook = max(
+            (self.shards.bytes_per_token([hook_name]) for hook_name in hook_names), default=0
         )
         ascending_indices = np.sort(wanted_indices)
-        begins_new_range = np.diff(ascending_indices) * max_hook_bytes > MIN_SKIPPED_BYTES
-        # Tokens that are adjacent in `shard_tokens` may belong to different chunks, and then need
+        begins_new_range = (
+            np.diff(ascending_indices) * bytes_per_token_of_largest_hook > MIN_SKIPPED_BYTES
+        )
+        # Tokens that are adjacent in `chunk_tokens` may belong to different chunks, and then need
         # not be adjacent in the shard.
-        begins_new_range |= np.diff(shard_tokens.token_indices[ascending_indices]) != np.diff(
+        begins_new_range |= np.diff(chunk_tokens.token_indices[ascending_indices]) != np.diff(
             ascending_indices
         )
         wanted_indices_of_ranges = np.split(ascending_indices, np.flatnonzero(begins_new_range) + 1)
@@ -382,22 +387,22 @@ class TokenSource:
             for wanted_indices_of_range in wanted_indices_of_ranges
         ]
         token_ranges = [
-            _range_of(shard_tokens.token_indices[indices_of_range])
+            _range_of(chunk_tokens.token_indices[indices_of_range])
             for indices_of_range in indices_of_ranges
         ]
-        activations = self._begin_activations(shard_tokens.shard_number, token_ranges)()
+        activations = self._begin_activations(chunk_tokens.shard_index, token_ranges)()
         indices_of_read_tokens = np.concatenate(indices_of_ranges)
-        tokens = shard_tokens.tokens.map(itemgetter(indices_of_read_tokens))
-        tokens = replace(tokens, activations=activations)
-        return Block(tokens, np.searchsorted(indices_of_read_tokens, wanted_indices))
+        batch_without_activations = chunk_tokens.token_batch.map(itemgetter(indices_of_read_tokens))
+        token_batch = replace(batch_without_activations, activations=activations)
+        return Block(token_batch, np.searchsorted(indices_of_read_tokens, wanted_indices))
 
     def _begin_activations(
-        self, shard: int, token_ranges: Sequence[tuple[int, int]]
+        self, shard_index: int, token_ranges: Sequence[tuple[int, int]]
     ) -> Callable[[], ByHook[np.ndarray]]:
         """Begins to read the activations of ranges of tokens, at the hooks of the options.
 
         Args:
-            shard: Index of the shard among the shards of the run, from 0.
+            shard_index: Index of the shard among the shards of the run, from 0.
             token_ranges: For each range, a tuple of the index of its first token in the shard and
                 the index after its last token.
 
@@ -408,7 +413,7 @@ class TokenSource:
         hooks = self.shards.hooks
         dtype = self.options.dtype
         with as_os_errors():
-            shard_reader = self.shards.get(shard)
+            shard_reader = self.shards.get(shard_index)
             wait_functions_by_hook_name = {
                 hook_name: [
                     hooks[hook_name].begin_rows(shard_reader, *token_range, dtype)
@@ -431,9 +436,9 @@ class TokenSource:
         """Reads all tokens of a chunk and, at the same time, the activations of these tokens."""
         wait_for_tokens = self._begin_tokens([chunk])
         wait_for_activations = self._begin_activations(
-            chunk.shard_number, [(chunk.start, chunk.stop)]
+            chunk.shard_index, [(chunk.start, chunk.stop)]
         )
-        return replace(wait_for_tokens().tokens, activations=wait_for_activations())
+        return replace(wait_for_tokens().token_batch, activations=wait_for_activations())
 
     def whole_tokens(self, chunks: Sequence[Chunk]) -> TokenBatch:
         """Returns all tokens of some chunks as one batch, without applying the filters.
@@ -443,15 +448,15 @@ class TokenSource:
         """
         batches = [self._all_of(chunk) for chunk in chunks]
         blocks = [Block(batch, np.arange(len(batch))) for batch in batches]
-        return self.take(blocks, 0, sum(len(block.wanted_rows) for block in blocks))
+        return self.take(blocks, 0, sum(len(block.wanted_token_indices) for block in blocks))
 
     def reader(self) -> ReadChunk:
         """Returns a function that reads and filters the chunks of this run.
 
         Returns:
             A function that takes a chunk and returns a tuple of one block, because readers of
-            paired runs return a block for each run. The `wanted_rows` of the block refer to the
-            tokens of the chunk that pass all filters, including `max_norm`.
+            paired runs return a block for each run. The `wanted_token_indices` of the block refer
+            to the tokens of the chunk that pass all filters, including `max_norm`.
         """
         options = self.options
         has_token_filters = (
@@ -461,12 +466,14 @@ class TokenSource:
         def read(chunk: Chunk) -> tuple[Block, ...]:
             # The tokens are read first if they determine which activations are read.
             if has_token_filters:
-                shard_tokens = self.tokens([chunk])
-                block = self.with_activations(shard_tokens, np.flatnonzero(shard_tokens.is_wanted))
+                chunk_tokens = self.tokens([chunk])
+                block = self.with_activations(chunk_tokens, np.flatnonzero(chunk_tokens.is_wanted))
             else:
                 batch = self._all_of(chunk)
                 block = Block(batch, np.arange(len(batch)))
-            return (Block(block.tokens, block.wanted_rows[self.are_within_limits(block)]),)
+            return (
+                Block(block.token_batch, block.wanted_token_indices[self.are_within_limits(block)]),
+            )
 
         return read
 
@@ -474,23 +481,23 @@ class TokenSource:
         """Returns whether the norms of each wanted token do not exceed `max_norm`, bool (wanted,).
 
         Args:
-            block: Block whose `wanted_rows` are the wanted tokens, with the activations of all
-                hooks that have a limit.
+            block: Block whose `wanted_token_indices` select the wanted tokens, with the activations
+                of all hooks that have a limit.
         """
-        is_within_norm_limits = np.ones(len(block.tokens), bool)
+        is_within_norm_limits = np.ones(len(block.token_batch), bool)
         for hook_name, max_norm in self.options.max_norm.items():
             is_within_norm_limits &= (
-                np.linalg.norm(block.tokens[hook_name].astype(np.float32), axis=1) <= max_norm
+                np.linalg.norm(block.token_batch[hook_name].astype(np.float32), axis=1) <= max_norm
             )
-        return is_within_norm_limits[block.wanted_rows]
+        return is_within_norm_limits[block.wanted_token_indices]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
         """Copies some of the wanted tokens of blocks into a new batch, and returns the batch.
 
         Args:
             blocks: Blocks, in the order of their tokens.
-            start: Index of the first token to copy, counted over the wanted tokens (`wanted_rows`)
-                of all blocks.
+            start: Index of the first token to copy, counted over the wanted tokens
+                (`wanted_token_indices`) of all blocks.
             stop: Index after the last token to copy.
 
         Raises:
@@ -503,23 +510,25 @@ class TokenSource:
             for hook_name in options.hooks
             if options.dtype and hooks[hook_name].are_activations
         }
-        batch = empty_batch(blocks[0].tokens, stop - start, requested_dtype_by_hook)
+        batch = empty_batch(blocks[0].token_batch, stop - start, requested_dtype_by_hook)
         num_preceding_tokens = 0  # number of wanted tokens in earlier blocks
         for block in blocks:
             start_in_block = max(start - num_preceding_tokens, 0)
             stop_in_block = max(stop - num_preceding_tokens, 0)
-            taken_row_indices = block.wanted_rows[start_in_block:stop_in_block]
-            if len(taken_row_indices):
-                first_row_in_batch = max(num_preceding_tokens - start, 0)
+            taken_token_indices = block.wanted_token_indices[start_in_block:stop_in_block]
+            if len(taken_token_indices):
+                first_index_in_batch = max(num_preceding_tokens - start, 0)
                 # NumPy's warning about values that overflow is switched off, because an error is
                 # raised below. NumPy would only notice float32 values that overflow.
                 with np.errstate(over="ignore"):
-                    copy_rows(
-                        Block(block.tokens, taken_row_indices),
-                        np.arange(first_row_in_batch, first_row_in_batch + len(taken_row_indices)),
+                    copy_wanted_tokens(
+                        Block(block.token_batch, taken_token_indices),
+                        np.arange(
+                            first_index_in_batch, first_index_in_batch + len(taken_token_indices)
+                        ),
                         batch,
                     )
-            num_preceding_tokens += len(block.wanted_rows)
+            num_preceding_tokens += len(block.wanted_token_indices)
         for hook_name in requested_dtype_by_hook:
             converted_values = batch[hook_name]
             was_converted_to_float16 = (
@@ -582,13 +591,15 @@ def floating_name(dtype: Any) -> str | None:
     return matching_dtype_names[0] if matching_dtype_names else None
 
 
-def default_buffer(options: BatchOptions, hook_count: int, token_bytes: int, is_local: bool) -> int:
+def default_buffer(
+    options: BatchOptions, hook_count: int, bytes_per_token: int, is_local: bool
+) -> int:
     """Returns the default of BatchOptions.buffer, which is a number of tokens to keep in memory.
 
     Args:
         options: Options of the batches.
         hook_count: Number of hooks that are read.
-        token_bytes: Bytes of memory for the values of a token at all these hooks.
+        bytes_per_token: Bytes of memory for the values of a token at all these hooks.
         is_local: Whether the files are on this machine. If they are in a bucket, large ranges of
             every hook are read, so that the buffer has to be larger.
     """
@@ -596,7 +607,7 @@ def default_buffer(options: BatchOptions, hook_count: int, token_bytes: int, is_
     buffer_bytes = (
         BUFFER_BYTES if is_local else min(bytes_per_hook * max(hook_count, 1), BUFFER_BYTES)
     )
-    num_buffer_tokens = buffer_bytes // max(token_bytes, 1)
+    num_buffer_tokens = buffer_bytes // max(bytes_per_token, 1)
     return max(
         min(BUFFER_BATCHES * options.size, num_buffer_tokens) if is_local else num_buffer_tokens,
         2 * options.size,
@@ -615,19 +626,19 @@ def as_mask(mask: Any, sample_count: int) -> np.ndarray:
             or values that are no booleans.
     """
     mask_array = np.asarray(mask)
-    array_of_booleans = mask_array
+    mask_booleans = mask_array
     # np.asarray converts an array of pandas or pyarrow that may contain nulls to the dtype object,
     # and an empty list to the dtype float64.
     if mask_array.dtype == object or not mask_array.size:
-        array_of_booleans = np.array(
+        mask_booleans = np.array(
             [element for element in mask_array.flat if isinstance(element, bool | np.bool_)], bool
         )
     are_all_elements_booleans = (
-        array_of_booleans.dtype == bool and array_of_booleans.shape == mask_array.shape
+        mask_booleans.dtype == bool and mask_booleans.shape == mask_array.shape
     )
     if not are_all_elements_booleans or mask_array.shape != (sample_count,):
         raise ValueError(
             f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or "
             f"false, never null, for each of {counted(sample_count, 'sample')}"
         )
-    return array_of_booleans
+    return mask_booleans

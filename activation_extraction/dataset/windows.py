@@ -3,7 +3,7 @@
 A chunk is a range of a shard's tokens that is read at once. A window contains the tokens of
 consecutive chunks, in random order if tokens are shuffled. While batches are cut from one window, a
 thread fills the next window; the two windows together are the buffer. Shuffled tokens are copied to
-random rows of the window's memory, so that a batch is a slice of this memory. Later windows reuse
+random places in the window's memory, so that a batch is a slice of this memory. Later windows reuse
 the memory. If tokens stay in order, the window keeps large blocks as they were read, and each batch
 copies its tokens from these blocks.
 
@@ -20,7 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_rows, empty_batch
+from activation_extraction.dataset.token_batch import (
+    Block,
+    TokenBatch,
+    copy_wanted_tokens,
+    empty_batch,
+)
 
 # A block contains tokens that were read together. Its wanted tokens are the tokens that pass the
 # filters. If tokens stay in order, a window either keeps the arrays of a block in memory, or copies
@@ -38,12 +43,12 @@ class Chunk:
     """Consecutive tokens of a shard, which are read together.
 
     Attributes:
-        shard_number: Index of the shard among the shards of the run, from 0.
+        shard_index: Index of the shard among the shards of the run, from 0.
         start: Index in the shard of the first token.
         stop: Index in the shard after the last token.
     """
 
-    shard_number: int
+    shard_index: int
     start: int
     stop: int
 
@@ -53,10 +58,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Position:
-    """The position of an iteration over batches. Its fields are part of a saved state.
+    """The position of an iteration over batches.
 
     Batches are cut from a window, which contains the tokens of consecutive chunks that pass the
-    filters. A window may begin and end within a chunk.
+    filters. A window may begin and end within a chunk. All fields are numbers, which a saved state
+    (`Batches.state`) contains under the names of the fields.
 
     Attributes:
         window: Number of the window from which the next batch is cut, from 0.
@@ -121,8 +127,8 @@ class Windows:
         self._is_stopped = False
         # Results of reading chunks in threads (a block for each run), by the index of the chunk.
         self._future_by_chunk_index: dict[int, Future[tuple[Block, ...]]] = {}
-        # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
-        # empty until it is needed, and then contains a batch for each run.
+        # Memory to which tokens are copied: a list for even windows and a list for odd windows. A
+        # list is empty until it is needed, and then contains a batch for each run.
         self._batches_of_even_and_odd_windows: tuple[list[TokenBatch], ...] = [], []
         thread_pool = ThreadPoolExecutor(1 + self.num_chunks_read_at_once, "read-ahead")
         try:
@@ -131,8 +137,9 @@ class Windows:
                 future_of_next_window = thread_pool.submit(self._fill, window.end, thread_pool)
                 yield window
                 del window  # frees its memory before the next window is waited for
-        # Takes no lock: the garbage collector may run this in any thread, also in one that already
-        # holds the lock.
+        # The threads are not ended with `thread_pool.shutdown`, which takes the lock of the pool:
+        # the garbage collector may close this generator in any thread, even in a thread that
+        # already holds this lock.
         finally:
             self._is_stopped = True
 
@@ -147,16 +154,19 @@ class Windows:
             The window. None if there are no tokens after the position.
         """
         chunk_index = begin_position.chunk
-        first_index_in_wanted_rows = begin_position.row
+        # The window contains a part of the wanted tokens of each chunk. `part_start` and
+        # `part_stop` are indices into the `wanted_token_indices` of the chunk's blocks.
+        part_start = begin_position.row
         num_window_tokens = 0
         window_batches = self._batches_of_even_and_odd_windows[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
         blocks_of_chunk_parts = list[list[Block]]()
-        # Rows of the window's memory, in the order in which tokens are copied to them.
-        memory_row_indices = np.arange(self.max_window_tokens)
+        # Indices in `window_batches`, in the order in which tokens are copied to them.
+        target_indices_of_window = np.arange(self.max_window_tokens)
         if self.seed is not None:
-            np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_row_indices)
+            random_generator = np.random.default_rng([self.seed, begin_position.window])
+            random_generator.shuffle(target_indices_of_window)
         while (
             num_window_tokens < self.max_window_tokens
             and chunk_index < len(self.chunks)
@@ -164,51 +174,52 @@ class Windows:
         ):
             # A block of this chunk for each run.
             chunk_blocks = self._blocks(chunk_index, thread_pool)
-            stop_index_in_wanted_rows = min(
-                first_index_in_wanted_rows + self.max_window_tokens - num_window_tokens,
-                len(chunk_blocks[0].wanted_rows),
+            part_stop = min(
+                part_start + self.max_window_tokens - num_window_tokens,
+                len(chunk_blocks[0].wanted_token_indices),
             )
-            num_part_tokens = stop_index_in_wanted_rows - first_index_in_wanted_rows
+            num_part_tokens = part_stop - part_start
             if num_part_tokens > 0:
                 part_blocks = [
                     run_block._replace(
-                        wanted_rows=run_block.wanted_rows[
-                            first_index_in_wanted_rows:stop_index_in_wanted_rows
-                        ]
+                        wanted_token_indices=run_block.wanted_token_indices[part_start:part_stop]
                     )
                     for run_block in chunk_blocks
                 ]
                 if self.seed is not None or not all(map(_may_stay_in_memory, chunk_blocks)):
                     if not window_batches:
                         window_batches += [
-                            empty_batch(run_block.tokens, self.max_window_tokens)
+                            empty_batch(run_block.token_batch, self.max_window_tokens)
                             for run_block in part_blocks
                         ]
-                    target_row_indices = memory_row_indices[num_window_tokens:][:num_part_tokens]
+                    target_indices_of_part = target_indices_of_window[
+                        num_window_tokens : num_window_tokens + num_part_tokens
+                    ]
                     for run_block, window_batch in zip(part_blocks, window_batches, strict=True):
-                        copy_rows(run_block, target_row_indices, window_batch)
+                        copy_wanted_tokens(run_block, target_indices_of_part, window_batch)
                     part_blocks = [
-                        Block(window_batch, target_row_indices) for window_batch in window_batches
+                        Block(window_batch, target_indices_of_part)
+                        for window_batch in window_batches
                     ]
                 blocks_of_chunk_parts.append(part_blocks)
                 num_window_tokens += num_part_tokens
-                first_index_in_wanted_rows = stop_index_in_wanted_rows
-            if first_index_in_wanted_rows >= len(chunk_blocks[0].wanted_rows):
+                part_start = part_stop
+            if part_start >= len(chunk_blocks[0].wanted_token_indices):
                 chunk_index += 1
-                first_index_in_wanted_rows = 0
+                part_start = 0
         if not num_window_tokens:
             return None
         if self.seed is not None:
             blocks_of_chunk_parts = [
                 [
-                    Block(window_batch, np.sort(memory_row_indices[:num_window_tokens]))
+                    Block(window_batch, np.sort(target_indices_of_window[:num_window_tokens]))
                     for window_batch in window_batches
                 ]
             ]
         return Window(
             [*zip(*blocks_of_chunk_parts, strict=True)],
             num_window_tokens,
-            Position(begin_position.window + 1, chunk_index, first_index_in_wanted_rows),
+            Position(begin_position.window + 1, chunk_index, part_start),
         )
 
     def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:
@@ -245,32 +256,41 @@ def _may_stay_in_memory(block: Block) -> bool:
     released. A block may stay in memory if its wanted tokens are large (MIN_HELD_BYTES), and if
     they are most of its tokens (MIN_WANTED_FRACTION).
     """
-    wanted_bytes = len(block.wanted_rows) * max(array[:1].nbytes for array in block.tokens.arrays)
-    min_num_wanted_rows = MIN_WANTED_FRACTION * len(block.tokens)
-    return wanted_bytes >= MIN_HELD_BYTES and len(block.wanted_rows) >= min_num_wanted_rows
+    num_wanted_tokens = len(block.wanted_token_indices)
+    wanted_bytes_in_largest_array = num_wanted_tokens * max(
+        array[:1].nbytes for array in block.token_batch.arrays
+    )
+    min_num_wanted_tokens = MIN_WANTED_FRACTION * len(block.token_batch)
+    return (
+        wanted_bytes_in_largest_array >= MIN_HELD_BYTES
+        and num_wanted_tokens >= min_num_wanted_tokens
+    )
 
 
-def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Chunk]:
+def cut_chunk(chunk: Chunk, tokens_per_part: float, tokens_per_unit: int = 1) -> list[Chunk]:
     """Cuts a chunk into smaller chunks of about the same length.
+
+    A chunk consists of consecutive tokens of a shard.
 
     Args:
         chunk: The chunk to cut.
-        part_tokens: Approximate number of tokens in a smaller chunk, which has at least one token.
-        unit_tokens: Number of tokens in a unit that is not cut, such as the tokens with a common
-            checksum. Every smaller chunk except the last consists of whole units, and the smaller
-            chunks differ by at most one unit.
+        tokens_per_part: Approximate number of tokens in a smaller chunk, which has at least one
+            token.
+        tokens_per_unit: Number of tokens in a unit that is not cut, such as the tokens with a
+            common checksum. Every smaller chunk except the last consists of whole units, and the
+            smaller chunks differ by at most one unit.
 
     Returns:
         The smaller chunks in order; an empty list if the chunk is empty.
     """
-    num_uncut_units = -(-len(chunk) // unit_tokens)
-    part_count = min(max(round(len(chunk) / part_tokens), 1), num_uncut_units)
+    num_units_of_chunk = -(-len(chunk) // tokens_per_unit)
+    part_count = min(max(round(len(chunk) / tokens_per_part), 1), num_units_of_chunk)
     start_indices_of_parts = [
-        chunk.start + num_uncut_units * part_number // part_count * unit_tokens
+        chunk.start + num_units_of_chunk * part_number // part_count * tokens_per_unit
         for part_number in range(part_count)
     ]
     return [
-        Chunk(chunk.shard_number, start, stop)
+        Chunk(chunk.shard_index, start, stop)
         for start, stop in pairwise([*start_indices_of_parts, chunk.stop])
     ]
 
@@ -291,20 +311,20 @@ def shuffled_chunks(chunks: list[Chunk], seed: int | None, *seed_numbers: int) -
     ]
 
 
-def chunks_of_worker(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
+def chunks_of_worker(chunks: list[Chunk], worker_number: int, worker_count: int) -> list[Chunk]:
     """Returns the chunks that one of several workers reads.
 
     Each worker reads every n-th chunk, where n is the number of workers.
 
     Args:
         chunks: All chunks. If there are fewer chunks than workers, the chunks are cut first.
-        worker: Number of the worker, from 0.
-        workers: Number of workers.
+        worker_number: Number of the worker, from 0.
+        worker_count: Number of workers.
     """
-    if len(chunks) < workers:
+    if len(chunks) < worker_count:
         chunks = [
             chunk_part
             for chunk in chunks
-            for chunk_part in cut_chunk(chunk, max(len(chunk) / workers, 1))
+            for chunk_part in cut_chunk(chunk, max(len(chunk) / worker_count, 1))
         ]
-    return chunks[worker::workers]
+    return chunks[worker_number::worker_count]

@@ -151,7 +151,7 @@ def match_hooks(
 
     Args:
         row: Content of the row's file.
-        layer: Index of the layer in `row.states_by_layer`.
+        layer: Index of the layer in `row.states_of_layers`.
         computed: States that the model computes for the tokens of the row at each hook, by the name
             of the hook, float32 (tokens, width).
         limits: Largest differences that rounding explains.
@@ -261,7 +261,7 @@ def align(
 
     Args:
         row: Content of the file with the stored states.
-        layer: Index of the layer in `row.states_by_layer`.
+        layer: Index of the layer in `row.states_of_layers`.
         row_number: Number of the row whose sample was computed. `row` may be the content of
             another row's file.
         hook: Name of the hook at which the states were computed.

@@ -64,34 +64,34 @@ class StoredRow:
 
     Attributes:
         token_ids: Token ids of the sample, int64 (tokens,).
-        states_by_layer: Hidden states of each layer in the stored dtype, (states, width). There is
+        states_of_layers: Hidden states of each layer in the stored dtype, (states, width). There is
             a state for each token, unless the file is wrong.
         scale_of_token: Scale of each token, by which its float8 values in all layers are
             multiplied, float32 (states, 1). None if the states are not float8.
     """
 
     token_ids: np.ndarray
-    states_by_layer: Sequence[np.ndarray]
+    states_of_layers: Sequence[np.ndarray]
     scale_of_token: np.ndarray | None = None
 
     @property
     def dtype(self) -> str:
         """The name of the dtype of the stored states, which is FLOAT8 if they are float8 e4m3."""
-        dtype_name = self.states_by_layer[0].dtype.name
+        dtype_name = self.states_of_layers[0].dtype.name
         return FLOAT8 if dtype_name == VALUE_DTYPE.name else dtype_name
 
     @property
     def width(self) -> int:
         """The width of the model: the number of values of a hidden state."""
-        return self.states_by_layer[0].shape[1]
+        return self.states_of_layers[0].shape[1]
 
     def states(self, layer: int) -> np.ndarray:
         """Returns the decoded hidden states of a layer, float32 (states, width).
 
         Args:
-            layer: Index of the layer in `states_by_layer`.
+            layer: Index of the layer in `states_of_layers`.
         """
-        float32_states = self.states_by_layer[layer].astype(np.float32)
+        float32_states = self.states_of_layers[layer].astype(np.float32)
         return (
             float32_states if self.scale_of_token is None else float32_states * self.scale_of_token
         )
@@ -221,28 +221,26 @@ class SpeculatorsFolder(StatesFolder):
         file_path = self.path_by_row_number[number]
         tensors_by_name = _safetensors(file_path)
         _check_names(file_path, tensors_by_name, ("hidden_states", "token_ids"))
-        states_of_layers = tensors_by_name["hidden_states"]
+        hidden_states = tensors_by_name["hidden_states"]
         token_ids = tensors_by_name["token_ids"]
-        _check_states(file_path, "hidden_states", states_of_layers, ("tokens", "layers", "width"))
+        _check_states(file_path, "hidden_states", hidden_states, ("tokens", "layers", "width"))
         if token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
             raise RunError(f"{file_path}: token_ids is {_described(token_ids)}, expected (tokens,)")
         token_scales = tensors_by_name.get(SCALES)
-        if (token_scales is not None) != (states_of_layers.dtype == VALUE_DTYPE):
+        if (token_scales is not None) != (hidden_states.dtype == VALUE_DTYPE):
             with_or_without = "without" if token_scales is None else "with"
-            raise RunError(
-                f"{file_path}: holds {states_of_layers.dtype} {with_or_without} {SCALES}"
-            )
+            raise RunError(f"{file_path}: holds {hidden_states.dtype} {with_or_without} {SCALES}")
         if token_scales is not None:
-            if token_scales.shape != (len(states_of_layers), 1, 1):
-                expected_shape = f"expected ({len(states_of_layers)}, 1, 1)"
+            if token_scales.shape != (len(hidden_states), 1, 1):
+                expected_shape = f"expected ({len(hidden_states)}, 1, 1)"
                 raise RunError(
                     f"{file_path}: {SCALES} is {_described(token_scales)}, {expected_shape}"
                 )
             token_scales = token_scales.astype(np.float32)[:, 0]
-        states_by_layer = [
-            states_of_layers[:, layer_index] for layer_index in range(states_of_layers.shape[1])
+        states_of_layers = [
+            hidden_states[:, layer_index] for layer_index in range(hidden_states.shape[1])
         ]
-        return StoredRow(token_ids.astype(np.int64), states_by_layer, token_scales)
+        return StoredRow(token_ids.astype(np.int64), states_of_layers, token_scales)
 
     @cached_property
     def _data_set(self) -> Any:
@@ -339,11 +337,13 @@ class SpecForgeFolder(StatesFolder):
                 f"{file_path}: aux_hidden_state is {_described(concatenated_streams)}, "
                 f"which does not fit hidden_state, {_described(states_of_last_layer)}"
             )
-        states_by_layer = [
+        states_of_layers = [
             *np.split(concatenated_streams, stream_count, axis=1),
             states_of_last_layer,
         ]
-        return StoredRow(tensors_by_name["input_ids"].reshape(-1).astype(np.int64), states_by_layer)
+        return StoredRow(
+            tensors_by_name["input_ids"].reshape(-1).astype(np.int64), states_of_layers
+        )
 
 
 def find_states_folder(path: Path) -> StatesFolder | None:

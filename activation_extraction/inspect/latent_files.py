@@ -81,7 +81,7 @@ class DelphiFormat(ExportFormat):
             dataset: The run.
             hook: The name of the hook.
         """
-        return 4 * dataset.shards.row_bytes([hook])
+        return 4 * dataset.shards.bytes_per_token([hook])
 
     def write(
         self,

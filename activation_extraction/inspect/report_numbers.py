@@ -134,7 +134,7 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
         OSError: If a shard cannot be read, or contains activations that are NaN or huge.
         ValueError: If the chosen samples contain no tokens.
     """
-    bytes_per_token = max(dataset.shards.row_bytes(hooks), 1)
+    bytes_per_token = max(dataset.shards.bytes_per_token(hooks), 1)
     num_tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
     shard_commits = [commit for _, commit in dataset.shards.shards]
     mean_shard_bytes = max(sum(commit.unpacked for commit in shard_commits) / len(shard_commits), 1)
@@ -157,7 +157,7 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
             first_sample_index_of_shard[shard_index + 1],
         )
         chosen_sample_mask[first_chosen_sample_index:stop_sample_index] = True
-        sample_table = dataset.shards.sample_table(shard_index).slice(
+        sample_table = dataset.shards.read_sample_table(shard_index).slice(
             first_index_in_shard, samples_per_shard
         )
         chosen_samples += [

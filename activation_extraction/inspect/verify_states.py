@@ -112,7 +112,7 @@ class RowCheck:
             layer: Index of the layer in the file, from 0.
             hook: Name of the hook.
         """
-        if len(self.row.states_by_layer[layer]) != len(self.row.token_ids):
+        if len(self.row.states_of_layers[layer]) != len(self.row.token_ids):
             return False
         token_offset = 0
         expected_match = self.matches_of_layers[layer][hook, token_offset]
@@ -160,7 +160,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             f"{folder.path}: none of {counted(len(chosen_row_numbers), 'chosen file')} can be used"
         )
     first_row_read = next(iter(row_by_number.values()))
-    layer_count = len(first_row_read.states_by_layer)
+    layer_count = len(first_row_read.states_of_layers)
     token_ids_by_row = _neighbours(folder, row_by_number) | {
         row_number: row.token_ids for row_number, row in row_by_number.items()
     }
@@ -231,9 +231,9 @@ def _read_rows(
             problem_messages.append(f"row {row_number}: {error}")
             continue
         first_row = next(iter(row_by_number.values()), stored_row)
-        layer_count, width = len(stored_row.states_by_layer), stored_row.width
-        first_layer_count, first_width = len(first_row.states_by_layer), first_row.width
-        if not len(stored_row.token_ids) or not len(stored_row.states_by_layer[0]):
+        layer_count, width = len(stored_row.states_of_layers), stored_row.width
+        first_layer_count, first_width = len(first_row.states_of_layers), first_row.width
+        if not len(stored_row.token_ids) or not len(stored_row.states_of_layers[0]):
             problem_messages.append(
                 f"row {row_number}: {folder.file_name(row_number)}: holds no tokens or states"
             )
@@ -307,7 +307,7 @@ def _match_rows(row_by_number: Mapping[int, StoredRow], model: StatesRecomputer)
             stored_row,
             Limits.of(stored_row.dtype, model.dtype, model.has_experts),
         )
-        for layer in range(len(stored_row.states_by_layer)):
+        for layer in range(len(stored_row.states_of_layers)):
             row_check.matches_of_layers.append(
                 match_hooks(stored_row, layer, states_by_hook, row_check.limits)
             )
@@ -415,7 +415,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
         hook: Hook whose states the layer should contain.
         checks: Results of comparing each file with the states of the model.
     """
-    layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_by_layer)}"
+    layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_of_layers)}"
     if not hook.is_certain:
         return f"{layer_in_words}: no row matches a hook"
     # How well each file that is right at this layer matches the states at the hook.
