@@ -271,7 +271,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
         run_log = RunLog.read(folder)
         if run_log.problems:
             raise RuntimeError(run_log.problems[0])
-        for commit in run_log.in_order:
+        for commit in run_log.commits_in_order:
             if not commit.count:
                 continue
             table_rows = stored_samples(read_table(folder, commit))
@@ -290,7 +290,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
                         stored_sample.tokens.positions.tolist(),
                     ),
                     sample_facts,
-                    dict(zip(commit.names, stored_sample.values_of_hooks, strict=True)),
+                    dict(zip(commit.hook_name_by_key, stored_sample.values_of_hooks, strict=True)),
                 )
     return sample_by_number
 

@@ -128,7 +128,7 @@ class Run:
             folder = root.child(f"machine_000_host_{host:02d}")
             stored = RunLog.read(folder)
             assert not stored.size_by_file_name or not stored.problems
-            for commit in stored.in_order:
+            for commit in stored.commits_in_order:
                 if not commit.count:
                     continue
                 table, every = read_table(folder, commit), range(commit.count)

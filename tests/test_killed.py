@@ -40,7 +40,7 @@ def is_whole(undisturbed, check):
     def is_whole(url: object) -> None:
         folder = Folder(str(url))
         expected = {"metadata.json", "metrics.jsonl"}
-        for commit in RunLog.read(folder).in_order:
+        for commit in RunLog.read(folder).commits_in_order:
             expected |= {commit.name, *commit.files}
         assert {name for name in folder.files() if not name.startswith(".write_test_")} == expected
         assert deviation(samples_in(url), undisturbed) == 0 and check(url) == []
@@ -97,7 +97,7 @@ def test_what_is_complete_is_in_the_bucket_after_sigterm(
     assert stored.metadata["status"] == "interrupted"
     assert f"interrupted: {len(found):,} samples" in started.log_path.read_text()
     assert 0 < len(found) < 120 and found.keys() <= undisturbed.keys()
-    *full, last = (commit.tokens for commit in stored.in_order)
+    *full, last = (commit.tokens for commit in stored.commits_in_order)
     assert last < min(full) and not list(tmp_path.glob("shard_*"))
     slow_down(bucket, 0)
     assert main(*given) == 0

@@ -88,7 +88,7 @@ def stored_in(folder):
     """The metadata of a run, and the stored tokens of all its samples."""
     root, tokens = Folder(str(folder)), []
     for name, stored in read_folders(root).items():
-        for commit in stored.in_order:
+        for commit in stored.commits_in_order:
             tokens += read_tokens(root.child(name), stored, commit, range(commit.count))
     return stored.metadata, tokens
 

@@ -268,7 +268,7 @@ def test_a_repaired_shard_changes_the_times_of_no_other(tmp_path):
     times[2], began[2] = later + 20, later
     set_times(tmp_path, NOW, times, began)
     (stored,) = read_folders(Folder(str(tmp_path))).values()
-    seconds = {commit.number: took for commit, took in shard_seconds(stored.in_order)}
+    seconds = {commit.number: took for commit, took in shard_seconds(stored.commits_in_order)}
     assert seconds == {1: 10, 2: 10, 4: 20, 5: 10, 3: 20}
     (part,) = parts_at(tmp_path).values()
     assert part.last_commit == later + 20

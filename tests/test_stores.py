@@ -105,7 +105,7 @@ class Run:
         return found
 
     def commits(self) -> int:
-        return len(RunLog.read(Folder(self.url)).in_order)
+        return len(RunLog.read(Folder(self.url)).commits_in_order)
 
 
 @pytest.fixture(scope="module", params=STORES)
@@ -141,7 +141,7 @@ def undisturbed(many_shards: list[str], tmp_path_factory: pytest.TempPathFactory
 def assert_whole(run: Run, undisturbed: Path) -> None:
     """Every sample is stored once with the bits of an undisturbed run, no data file is left without
     a commit, --verify and --status find nothing wrong, and the reader reads it all."""
-    commits = RunLog.read(Folder(run.url)).in_order
+    commits = RunLog.read(Folder(run.url)).commits_in_order
     committed = {name for commit in commits for name in commit.files}
     data_files = {name for name in Folder(run.url).files() if name.startswith("shard_")}
     assert {name for name in data_files if not name.endswith(".json")} == committed

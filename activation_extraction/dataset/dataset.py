@@ -138,7 +138,7 @@ class ActivationDataset(Samples):
         folders_and_commits = [
             (folder_name, commit)
             for folder_name in log_by_folder
-            for commit in log_by_folder[folder_name].in_order
+            for commit in log_by_folder[folder_name].commits_in_order
         ]
         shard_description_by_hook_name = {
             hook_description["name"]: hook_description

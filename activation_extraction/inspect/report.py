@@ -81,7 +81,7 @@ def _open_dataset(root: Folder, log_by_folder: dict[str, RunLog]) -> ActivationD
         InputError: If no token is stored yet, or the run cannot be read as a dataset.
         RunError: If a file is damaged or cannot be read.
     """
-    commits = [commit for run_log in log_by_folder.values() for commit in run_log.in_order]
+    commits = [commit for run_log in log_by_folder.values() for commit in run_log.commits_in_order]
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
@@ -137,7 +137,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         undecoded=decoding_problem,
         codes=[*codes_in_words(statistics_by_hook), *warning_lines],
         throughput=report_numbers.throughput(
-            run_log.in_order for run_log in log_by_folder.values()
+            run_log.commits_in_order for run_log in log_by_folder.values()
         ),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )

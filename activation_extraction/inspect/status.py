@@ -160,7 +160,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         run_log: The run log of the folder. An empty one if the folder does not exist.
     """
     host_folder = HostFolder.parse(folder_name) or HostFolder(0)
-    commits = run_log.in_order
+    commits = run_log.commits_in_order
     run_metadata = run_log.metadata
     host_totals = Totals.of_log(run_log)
     seconds_by_phase = {}
@@ -332,7 +332,7 @@ def aggregate(
     is_complete = all(host_state.state == "complete" for host_state in hosts)
     hook_description_by_name = {}
     for run_log in log_by_folder.values():
-        for commit in run_log.in_order:
+        for commit in run_log.commits_in_order:
             hook_description_by_name.update(
                 {hook_description["name"]: hook_description for hook_description in commit.hooks}
             )

@@ -121,7 +121,7 @@ def check_shards(
     """
     folders_and_commits = []
     for folder_name, run_log in log_by_folder.items():
-        for commit in run_log.in_order:
+        for commit in run_log.commits_in_order:
             folders_and_commits.append((folder_name, commit))
     picked_sample_indices_of_shards = _pick_samples(folders_and_commits, sample_count)
     commits_and_check_arguments = []
@@ -372,7 +372,7 @@ def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
         yield from run_log.message_by_damaged_file.values()
         yield from (
             file_path(folder_name, missing_json_message)
-            for missing_json_message in run_log.missing_jsons
+            for missing_json_message in run_log.missing_json_messages
         )
         folder_metadata = run_log.metadata or {}
         metadata_path = file_path(folder_name, METADATA)
@@ -389,9 +389,9 @@ def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
         if folder_metadata and folder_metadata["status"] != "complete":
             yield f"{metadata_path}: the run is not complete: {folder_metadata['status']}"
         elif folder_metadata:
-            for problem_of_totals in total_problems(run_log.in_order, folder_metadata):
+            for problem_of_totals in total_problems(run_log.commits_in_order, folder_metadata):
                 yield f"{metadata_path}: {problem_of_totals}"
-            committed_files = {commit.file for commit in run_log.in_order}
+            committed_files = {commit.file for commit in run_log.commits_in_order}
             for file_name in sorted(run_log.size_by_file_name.keys() - committed_files):
                 if SHARD_FILE.fullmatch(file_name):
                     yield f"{file_path(folder_name, file_name)}: has no JSON"

@@ -206,7 +206,7 @@ def _tokens_of(
     identity = run_log.identity
     assert identity is not None
     worker = identity.worker
-    mark_before_shard = furthest_mark(run_log.in_order, worker.number_of(commit.first))
+    mark_before_shard = furthest_mark(run_log.commits_in_order, worker.number_of(commit.first))
     if not sample_indices:
         return []
     # All tokens from the first sample to the last one are read, because one large range takes less

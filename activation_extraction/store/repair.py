@@ -248,7 +248,7 @@ class RepairPlanner:
         newest_commit = max(
             run_log.commit_by_shard_number.values(), key=lambda commit: commit.committed
         )
-        hook_names = tuple(newest_commit.names.values())
+        hook_names = tuple(newest_commit.hook_name_by_key.values())
         if hook_names and hook_names != self.identity.hooks:
             raise InputError(
                 f"{self.folder.url}: its shards have the hooks {' '.join(hook_names)}, expected "
@@ -323,7 +323,9 @@ class RepairPlanner:
         Raises:
             FolderError: If a shard could not be checked.
         """
-        unchecked_commits = [commit for commit in run_log.in_order if not self._has_checked(commit)]
+        unchecked_commits = [
+            commit for commit in run_log.commits_in_order if not self._has_checked(commit)
+        ]
         if unchecked_commits:
             log.info("looking for damaged shards")
         commits_and_check_arguments = [
@@ -340,7 +342,7 @@ class RepairPlanner:
                 log.warning("%s/%s", self.folder.url, checked_shard.problem)
             self._checked_shard_by_number[checked_shard.commit.number] = checked_shard
         checked_shards = [
-            self._checked_shard_by_number[commit.number] for commit in run_log.in_order
+            self._checked_shard_by_number[commit.number] for commit in run_log.commits_in_order
         ]
         return self._without_duplicates(
             [checked_shard for checked_shard in checked_shards if not checked_shard.problem]

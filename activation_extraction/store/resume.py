@@ -219,7 +219,7 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
             not checked if metadata.json records the same limit, because a repair may have exceeded
             it: a repair stores the whole of a sample that the limit had cut.
     """
-    stored_commits = run_log.in_order
+    stored_commits = run_log.commits_in_order
     stored_totals = Totals.of_log(run_log)
     stored_metadata = run_log.metadata or {}
     plan_to_continue = StoragePlan(

@@ -173,12 +173,12 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
     """
     try:
         run_root = Folder(url)
-        logs_by_name = read_folders(run_root)
+        log_by_folder_name = read_folders(run_root)
     except InputError as error:
         raise ValueError(str(error)) from error
     except RunError as error:
         raise OSError(str(error)) from error
-    for run_log in logs_by_name.values():
+    for run_log in log_by_folder_name.values():
         for problem_message in run_log.problems:
             repair_option = (
                 "--repair" if run_log.identity is None else run_log.identity.repair_option
@@ -189,28 +189,29 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
             raise OSError(f"{problem_message}{repair_remedy}")
         if run_log.moved_to and run_log.missing_files:
             raise OSError(f"{run_log.url}: the shards were uploaded to {run_log.moved_to}")
-    for problem_message in foreign_folders(logs_by_name):
+    for problem_message in foreign_folders(log_by_folder_name):
         raise ValueError(f"{run_root.url}: {problem_message}")
-    return run_root, logs_by_name
+    return run_root, log_by_folder_name
 
 
-def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
+def foreign_folders(log_by_folder_name: Mapping[str, RunLog]) -> Iterator[str]:
     """Yields a message for each folder that does not belong to the same run as the other folders.
 
     The first folder whose metadata can be read determines the run.
 
     Args:
-        logs_by_name: Log of each host's folder in an output folder, by its name.
+        log_by_folder_name: Log of each host's folder in an output folder, by the name of the
+            folder.
     """
-    expected_folder_names = expected_names(logs_by_name)
+    expected_folder_names = expected_names(log_by_folder_name)
     # Number of a machine -> number of hosts of this machine.
     host_count_by_machine: dict[int, int] = {}
     names_and_identities = [
         (name_of_folder, run_log.identity)
-        for name_of_folder, run_log in logs_by_name.items()
+        for name_of_folder, run_log in log_by_folder_name.items()
         if run_log.identity
     ]
-    for name_of_folder, run_log in logs_by_name.items():
+    for name_of_folder, run_log in log_by_folder_name.items():
         folder_in_words = shown_name(name_of_folder)
         if name_of_folder not in expected_folder_names:
             yield f"{folder_in_words}: holds shards that are not part of this run"
@@ -242,7 +243,7 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
             yield f"{folder_in_words}: holds the shards of {expected_folder_name}"
 
 
-def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
+def expected_names(log_by_folder_name: Mapping[str, RunLog]) -> list[str]:
     """Returns the names of the folders that a run has when it is complete.
 
     Machines may have different numbers of hosts, which their metadata records. If no metadata of a
@@ -251,20 +252,20 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
     of the existing folders are returned.
 
     Args:
-        logs_by_name: Log of each existing folder, by the name of the folder.
+        log_by_folder_name: Log of each existing folder, by the name of the folder.
     """
     identity_by_folder: dict[str, Identity] = {}
-    for name_of_folder, run_log in logs_by_name.items():
+    for name_of_folder, run_log in log_by_folder_name.items():
         if run_log.identity is not None:
             identity_by_folder[name_of_folder] = run_log.identity
     if not identity_by_folder:
-        return list(logs_by_name)
+        return list(log_by_folder_name)
     if "" in identity_by_folder:
         return [""]
     first_identity = next(iter(identity_by_folder.values()))
     machine_count = first_identity.worker.num_machines
     host_count_by_machine = dict.fromkeys(range(machine_count), 1)
-    for host_folder in host_folders(logs_by_name).values():
+    for host_folder in host_folders(log_by_folder_name).values():
         if host_folder.host_number is not None:
             host_count = host_count_by_machine.get(host_folder.machine_number, 1)
             host_count_by_machine[host_folder.machine_number] = max(

@@ -279,7 +279,7 @@ class Commit:
         return shard_name(self.number, ".samples.parquet")
 
     @property
-    def names(self) -> dict[Key, str]:
+    def hook_name_by_key(self) -> dict[Key, str]:
         """The full names of the hooks in the shard, by the keys of the hooks in pickles."""
         return {hook["key"]: hook["name"] for hook in self.hooks}
 
@@ -474,7 +474,7 @@ class RunLog:
         return None if self.metadata is None else self.metadata["run"]
 
     @property
-    def in_order(self) -> list[Commit]:
+    def commits_in_order(self) -> list[Commit]:
         """The commits in the order of their numbers."""
         return [
             self.commit_by_shard_number[shard_number]
@@ -496,7 +496,9 @@ class RunLog:
     @property
     def missing_files(self) -> list[str]:
         """The names of committed files that are missing, or whose size differs from the commit."""
-        file_names_and_facts = chain.from_iterable(commit.files.items() for commit in self.in_order)
+        file_names_and_facts = chain.from_iterable(
+            commit.files.items() for commit in self.commits_in_order
+        )
         return [
             file_name
             for file_name, file_facts in file_names_and_facts
@@ -504,7 +506,7 @@ class RunLog:
         ]
 
     @property
-    def missing_jsons(self) -> list[str]:
+    def missing_json_messages(self) -> list[str]:
         """Messages on missing JSON files of the folder.
 
         There is one message for each series of consecutive shards without a JSON file, unless the
@@ -546,7 +548,7 @@ class RunLog:
         JSON files are checked by their content, and all other files by their sizes in the listing.
         If the shards were uploaded to another folder, only the JSON files are checked.
         """
-        json_problem_messages = [f"{self.url}/{message}" for message in self.missing_jsons]
+        json_problem_messages = [f"{self.url}/{message}" for message in self.missing_json_messages]
         missing_files = self.missing_files if self.moved_to is None else []
         file_problem_messages = [
             f"{self.url}/{file_name}: is missing or cut short" for file_name in missing_files

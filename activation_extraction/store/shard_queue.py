@@ -69,9 +69,8 @@ class ShardQueue(Generic[T]):
         self._commit_shard = commit
         self._max_waiting_bytes = max_bytes
         self._on_wait = on_wait
-        self._failure: Exception | None = (
-            None  # exception of the first shard that could not be stored
-        )
+        # Exception of the first shard that could not be stored. None if all shards could be stored.
+        self._failure: Exception | None = None
         # Whether `close` was called, and did not wait for the threads.
         self._has_cancelled_work = False
         self._storing_threads = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")

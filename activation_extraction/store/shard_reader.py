@@ -114,7 +114,7 @@ class ShardBytes:
         self._mapped_file: np.ndarray | None = None
         if folder.is_local:
             self._mapped_file = np.frombuffer(_whole(folder, commit, where), np.uint8)
-            self._is_mib_unchecked = np.ones(-(-commit.bytes // MIB), bool)
+            self._unchecked_mib_mask = np.ones(-(-commit.bytes // MIB), bool)
 
     def begin(
         self, start: int, stop: int, blocks: Blocks | None = None
@@ -143,14 +143,14 @@ class ShardBytes:
             requested_bytes = self._mapped_file[start:stop]
             first_block_number, stop_block_number = start // MIB, -(-stop // MIB)
             for block_number in first_block_number + np.flatnonzero(
-                self._is_mib_unchecked[first_block_number:stop_block_number]
+                self._unchecked_mib_mask[first_block_number:stop_block_number]
             ):
                 self._check(
                     self._mapped_file[block_number * MIB :][:MIB],
                     self._mib_blocks,
                     int(block_number),
                 )
-                self._is_mib_unchecked[block_number] = False
+                self._unchecked_mib_mask[block_number] = False
             return lambda: requested_bytes
         checked_blocks = blocks or self._mib_blocks
         first_block_number = (start - checked_blocks.start_offset) // checked_blocks.block_bytes

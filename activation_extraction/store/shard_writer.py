@@ -110,22 +110,25 @@ class ShardWriter:
         num_copies_in_memory = 1 + self.format.is_compressed + encodes_values
         self.queue.take(batch_bytes * num_copies_in_memory)
 
-    def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
+    def add(
+        self, sample: ShardSample, values_by_hook_key: Mapping[Key, Any], mark: Mark | None = None
+    ) -> None:
         """Adds a sample. If it does not fit into the current shard, that shard is submitted first.
 
         Args:
             sample: Sample without its values.
-            values: Values of the sample by the key of the hook, as `HookValues.for_shard` returns
-                them.
+            values_by_hook_key: Values of the sample by the key of the hook, as
+                `HookValues.for_shard` returns them.
             mark: Place in the data from which the run continues when this sample and all samples
                 before it are stored. None if a program with a loop of its own adds the sample.
         """
         sample_bytes = sum(
-            self._hook_by_key[hook_key].bytes_of(values[hook_key]) for hook_key in values
+            self._hook_by_key[hook_key].bytes_of(hook_values)
+            for hook_key, hook_values in values_by_hook_key.items()
         )
         if self._pending_samples and self._pending_bytes + sample_bytes > self._max_shard_bytes:
             self._submit_pending(self._shard_numbers.take())
-        self._pending_samples.append((sample, values))
+        self._pending_samples.append((sample, values_by_hook_key))
         self._pending_bytes += sample_bytes
         self._mark_of_next_shard = self._storage_plan.mark_after(mark)
 
@@ -158,11 +161,13 @@ class ShardWriter:
         """
         self._pending_samples.sort(key=lambda pending: pending[0].facts.sample_idx)
         shard_samples = [shard_sample for shard_sample, _ in self._pending_samples]
-        values_by_key: dict[Key, list[Any]] = {hook_key: [] for hook_key in self._hook_by_key}
-        for _, sample_values in self._pending_samples:
+        sample_values_by_hook_key: dict[Key, list[Any]] = {
+            hook_key: [] for hook_key in self._hook_by_key
+        }
+        for _, values_by_hook_key in self._pending_samples:
             for hook_key in self._hook_by_key:
-                values_by_key[hook_key].append(sample_values[hook_key])
-        pending_shard = Shard(shard_samples, self._hook_by_key, values_by_key)
+                sample_values_by_hook_key[hook_key].append(values_by_hook_key[hook_key])
+        pending_shard = Shard(shard_samples, self._hook_by_key, sample_values_by_hook_key)
         # The samples are removed before the shard is submitted, because Ctrl-C may interrupt
         # `_submit`. If they were removed afterwards, samples could be in two shards.
         self._clear_pending()

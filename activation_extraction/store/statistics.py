@@ -466,7 +466,7 @@ class HookStatistics(Statistics):
 FIELDS = [sum_field.name for sum_field in fields(Sums)]
 # Lock, so that only one thread at a time reads a file of sums. NumPy parses the headers of arrays
 # with `ast`, which may fail if two threads use it at the same time (python/cpython#106905).
-PARSING = threading.Lock()
+PARSING_LOCK = threading.Lock()
 
 
 def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
@@ -498,7 +498,7 @@ def unpack_sums(npz_bytes: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
         A dict: full name of a hook -> the sums for every dimension of the hook.
     """
     sums_by_hook = {}
-    with PARSING, np.load(io.BytesIO(npz_bytes)) as stored_arrays:
+    with PARSING_LOCK, np.load(io.BytesIO(npz_bytes)) as stored_arrays:
         for hook_name in hooks:
             array_by_field = {
                 field_name: stored_arrays[f"{hook_name}/{field_name}"] for field_name in FIELDS

@@ -66,7 +66,7 @@ class Totals:
         Args:
             run_log: Log of the folder.
         """
-        totals_of_folder = cls.of(run_log.in_order)
+        totals_of_folder = cls.of(run_log.commits_in_order)
         stored_metadata = run_log.metadata or {}
         totals_of_folder.update_row_counts(
             stored_metadata.get("skipped_rows", 0), stored_metadata.get("empty_rows", 0)
