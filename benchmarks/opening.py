@@ -81,7 +81,9 @@ def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
     """
     host_identity = identity_of_host(host, hosts)
     host_folder = root / RUN / folder_name(host_identity.worker, in_bucket=True)
-    run_facts = RunFacts(hooks={layer: {"width": WIDTH} for layer in HOOK_NAME_BY_LAYER})
+    run_facts = RunFacts(
+        facts_by_hook_key={layer: {"width": WIDTH} for layer in HOOK_NAME_BY_LAYER}
+    )
     activations = np.ones((TOKENS, WIDTH), ml_dtypes.bfloat16)
     token_ids = np.arange(TOKENS, dtype=np.int32)
     with ActivationStorage(

@@ -137,7 +137,7 @@ class Run(NamedTuple):
             shard_size_gb=self.max_shard_bytes / 1e9, shard_format="safetensors"
         )
         run_facts = RunFacts(
-            hooks={hook_name: {"width": self.width} for hook_name in self.hook_names}
+            facts_by_hook_key={hook_name: {"width": self.width} for hook_name in self.hook_names}
         )
         rng = np.random.default_rng(0)
         normal_values = rng.standard_normal((4 * LENGTH, self.width), np.float32)

@@ -162,7 +162,7 @@ class Case(NamedTuple):
         run_facts = RunFacts()
         if self.value_kind == CODES:
             run_facts = RunFacts(
-                hooks={hook_key: {"width": FEATURES} for hook_key in self.hook_names}
+                facts_by_hook_key={hook_key: {"width": FEATURES} for hook_key in self.hook_names}
             )
         with ActivationStorage(
             folder, self.hook_names, storage_options, self.identity, remote, run_facts

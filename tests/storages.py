@@ -9,7 +9,7 @@ from activation_extraction.store.identity import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 
 OPTIONS = {field.name for field in fields(StorageOptions)}
-FACTS = {"metadata": "metadata", "hook_facts": "hooks", "sources": "sources"}
+FACTS = {"metadata": "metadata", "hook_facts": "facts_by_hook_key", "sources": "sources"}
 
 
 def open_storage(folder: str | Path, hooks: dict[Any, str], **arguments: Any) -> ActivationStorage:

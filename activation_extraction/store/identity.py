@@ -123,8 +123,7 @@ class Identity:
     integer_hooks: tuple[str, ...] = ()
     float32_hooks: tuple[str, ...] = ()
     code_hooks: tuple[str, ...] = ()
-    # For each of `code_hooks`, the largest number of features that are stored for a token. The
-    # field has the name of the flag --encode_most, because it is stored under this name.
+    # This field has the name of the flag --encode_most, under which metadata.json stores it.
     encode_most: tuple[int, ...] = ()
     keyed_by: str | list[str] = "layer"
     dtype: str = ""
@@ -386,7 +385,11 @@ class Identity:
 
 
 def _flag_to_json(name: str, value: Any) -> Any:
-    """Returns the value of a flag as the JSON of an identity contains it; "" stands for None."""
+    """Returns the value of a flag in the form that the JSON of an identity contains.
+
+    None becomes "". The values of --positions and --shuffle_documents become strings, and tuples
+    become lists.
+    """
     if value is None:
         return ""
     if name in ("positions", "shuffle_documents"):
@@ -406,7 +409,11 @@ def _flag_from_json(name: str, value: Any) -> Any:
 
 
 class Sources(Protocol):
-    """The files of the data set, from which the samples of a run come."""
+    """The files of a data set, as an object that can check and describe them.
+
+    The package `store` uses this interface, because it must not import the class that implements it
+    (`run.data_files.DataFiles`).
+    """
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Checks the files from which some samples come.
@@ -429,10 +436,11 @@ class RunFacts:
 
     Attributes:
         metadata: Further fields of metadata.json by name, with values that JSON can represent.
-        hooks: Facts about each hook by name, such as its aliases, in a dict by the hook's key.
+        facts_by_hook_key: Key of a hook -> further facts about the hook, such as its aliases, by
+            the name of the fact.
         sources: Files of the data set. None if the samples do not come from files.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
+    facts_by_hook_key: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
     sources: Sources | None = None

@@ -49,14 +49,14 @@ class RunDescription:
 
     Attributes:
         identity: Identity of the run.
-        hooks: Full names of the hooks, by the keys of the hooks in pickles.
+        hook_name_by_key: Key of a hook in pickles -> full name of the hook.
         limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
             "max_tokens"; None for no limit.
         facts: Further facts about the run and its hooks.
     """
 
     identity: Identity
-    hooks: Mapping[Key, str] = field(default_factory=dict)
+    hook_name_by_key: Mapping[Key, str] = field(default_factory=dict)
     limits: Mapping[str, int | None] = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
 
@@ -67,9 +67,9 @@ class RunDescription:
             totals: Totals over the stored shards.
         """
         hook_descriptions = []
-        for hook_key, hook_name in self.hooks.items():
+        for hook_key, hook_name in self.hook_name_by_key.items():
             hook_statistics = totals.statistics.get(hook_name, Statistics())
-            hook_facts = self.facts.hooks.get(hook_key, {})
+            hook_facts = self.facts.facts_by_hook_key.get(hook_key, {})
             hook_descriptions.append(
                 {"key": hook_key, "name": hook_name, **hook_facts, **hook_statistics.to_json()}
             )
@@ -99,10 +99,10 @@ class LogWriter:
 
     Attributes:
         folder: Folder of the host.
-        id: Id of this process.
+        process_id: Id of this process.
         run_id: Id of the run; "" until `begin` has written it.
-        began: Unix time at which `begin` was last called; before the first call, the time at which
-            this object was made.
+        begin_time: Unix time at which `begin` was last called; before the first call, the time at
+            which this object was made.
         new_commits: Commits that this process has written, in order.
         totals: Totals over all stored shards, including those of earlier processes.
     """
@@ -115,9 +115,9 @@ class LogWriter:
         keeps_shards: bool = False,
     ) -> None:
         self.folder = folder
-        self.id = _new_process_id()
+        self.process_id = _new_process_id()
         self.run_id = ""
-        self.began = round(time.time(), 3)
+        self.begin_time = round(time.time(), 3)
         self.new_commits: list[Commit] = []
         self._run_description = description
         self._local_folder = local_folder
@@ -133,7 +133,7 @@ class LogWriter:
                 these shards become `totals`.
         """
         self._plan = plan
-        self.totals = plan.totals  # totals over the shards that are stored already
+        self.totals = plan.totals
 
     def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
         """Makes this process the owner of the folder, and reserves the number of its first shard.
@@ -164,7 +164,7 @@ class LogWriter:
             run_log = RunLog.read(self.folder)
             # Shard number -> version of the JSON file that a reservation will replace. None if
             # there is no such file, or if the store has no versions.
-            json_version_by_withdrawn_shard: dict[int, str | None] = {}
+            json_version_by_withdrawn_shard_number: dict[int, str | None] = {}
             if overwrite:
                 # This process has begun the new run and has not stored a shard yet, so damaged JSON
                 # files are left over from the old run. They are replaced by reservations and hidden
@@ -172,12 +172,16 @@ class LogWriter:
                 for shard_json_name in run_log.message_by_damaged_file:
                     if shard_json_name != METADATA:
                         json_version = run_log.version_by_shard_json[shard_json_name]
-                        json_version_by_withdrawn_shard[number_of(shard_json_name)] = json_version
+                        json_version_by_withdrawn_shard_number[number_of(shard_json_name)] = (
+                            json_version
+                        )
                 run_log = replace(run_log, message_by_damaged_file={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
-                json_version_by_withdrawn_shard |= self._plan.repair.withdrawn_json_versions
-            if not self._withdraw_all(json_version_by_withdrawn_shard):
+                json_version_by_withdrawn_shard_number |= (
+                    self._plan.repair.json_version_by_withdrawn_shard_number
+                )
+            if not self._withdraw_all(json_version_by_withdrawn_shard_number):
                 continue  # a JSON file has changed, so the log is read and checked again
             if self._plan.is_complete or self.reserve(self._plan.next_shard_number):
                 return self._plan
@@ -211,7 +215,7 @@ class LogWriter:
             Whether the file was written. False if another process has written or deleted it since
             this process read it.
         """
-        self.began = round(time.time(), 3)
+        self.begin_time = round(time.time(), 3)
         metadata_bytes = self._metadata(run_id, "running")
         write_time_limit = self.folder.patience_for(metadata_bytes)
         write_attempts = Attempts(self.folder, f"writing {METADATA}", write_time_limit)
@@ -220,8 +224,8 @@ class LogWriter:
                 self.folder.write(METADATA, metadata_bytes, version, write_time_limit)
                 break
             except ChangedError as error:
-                current_bytes, current_version = self._read(METADATA)
-                if current_bytes == metadata_bytes:
+                current_content, current_version = self._read(METADATA)
+                if current_content == metadata_bytes:
                     break
                 if current_version != version:
                     return False
@@ -243,7 +247,7 @@ class LogWriter:
             self._local_folder.write(METADATA, metadata_bytes, ANY)
         if upload or self._local_folder is None:
             self._write(
-                METADATA, metadata_bytes, lambda current_bytes: current_bytes == metadata_bytes
+                METADATA, metadata_bytes, lambda current_content: current_content == metadata_bytes
             )
 
     def _metadata(self, run: str, status: str) -> bytes:
@@ -262,7 +266,7 @@ class LogWriter:
         }
         if self._plan.repair is not None:
             metadata_fields = self._plan.repair.revised(metadata_fields)
-        return seal({**metadata_fields, "run": run, "owner": self.id})
+        return seal({**metadata_fields, "run": run, "owner": self.process_id})
 
     def check(self, owner: str | None = None) -> None:
         """Checks that this process is the owner of the folder.
@@ -276,7 +280,7 @@ class LogWriter:
         """
         if owner is None:
             owner = self._owner_in_metadata()
-        if owner != self.id:
+        if owner != self.process_id:
             raise LostError(
                 f"{self.folder.url}: {owner or 'somebody who left no name'} has taken over, so "
                 "this process stops; what it has committed is safe; give each machine a "
@@ -335,7 +339,10 @@ class LogWriter:
             shard in the meantime.
         """
         self._reserved_file_name = commit_name(number)
-        return self._write_json(self._reserved_file_name, reservation(self.run_id, self.id)) is None
+        return (
+            self._write_json(self._reserved_file_name, reservation(self.run_id, self.process_id))
+            is None
+        )
 
     def withdraw(self, number: int, version: str | None) -> bool:
         """Replaces the JSON file of a bad or missing shard by a reservation.
@@ -352,12 +359,12 @@ class LogWriter:
             a commit has arrived since. The new content must be checked before it may be replaced.
         """
         shard_json_name = commit_name(number)
-        reservation_bytes = seal(reservation(self.run_id, self.id))
+        reservation_bytes = seal(reservation(self.run_id, self.process_id))
         write_time_limit = self.folder.patience_for(reservation_bytes)
         write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_time_limit)
         while True:
-            current_bytes, current_version = self._read(shard_json_name)
-            if current_bytes == reservation_bytes:
+            current_content, current_version = self._read(shard_json_name)
+            if current_content == reservation_bytes:
                 return True
             self.check()
             if current_version != version:
@@ -381,12 +388,12 @@ class LogWriter:
         Returns:
             The commit that was written.
         """
-        commit = replace(commit, run=self.run_id, owner=self.id, url=self.folder.url)
+        commit = replace(commit, run=self.run_id, owner=self.process_id, url=self.folder.url)
         if self._local_folder is not None and self._keeps_local_shards:
             self._local_folder.write(commit.name, seal(commit.to_json()), ANY)
-        commit_already_stored = self._write_json(commit.name, commit.to_json())
-        if commit_already_stored is not None:
-            self.check(commit_already_stored.owner)
+        existing_commit = self._write_json(commit.name, commit.to_json())
+        if existing_commit is not None:
+            self.check(existing_commit.owner)
         self.new_commits.append(commit)
         self.totals.add(commit)
         return commit
@@ -405,11 +412,11 @@ class LogWriter:
         """
         json_bytes = seal(json_fields)
 
-        def must_stay(current_bytes: bytes) -> bool:
-            return current_bytes == json_bytes or self._commit_in(current_bytes) is not None
+        def must_stay(current_content: bytes) -> bool:
+            return current_content == json_bytes or self._commit_in(current_content) is not None
 
-        current_bytes, _ = self._write(name, json_bytes, must_stay)
-        return None if current_bytes is None else self._commit_in(current_bytes)
+        current_content, _ = self._write(name, json_bytes, must_stay)
+        return None if current_content is None else self._commit_in(current_content)
 
     def _commit_in(self, json_bytes: bytes) -> Commit | None:
         """Returns the commit in a JSON file of the log.
@@ -458,9 +465,9 @@ class LogWriter:
                 file_entry = self.folder.head(name)
                 current_version = file_entry and file_entry.version
             else:
-                current_bytes, current_version = self._read(name)
-                if current_bytes is not None and must_stay(current_bytes):
-                    return current_bytes, current_version
+                current_content, current_version = self._read(name)
+                if current_content is not None and must_stay(current_content):
+                    return current_content, current_version
             self.check()
             try:
                 return None, self.folder.write(
@@ -522,7 +529,7 @@ class LogWriter:
                     difference_in_words = "is missing"
                 elif file_entry.byte_count != file_facts.bytes:
                     difference_in_words = f"has {file_entry.byte_count} bytes"
-                elif commit.owner == self.id and file_entry.version != file_facts.version:
+                elif commit.owner == self.process_id and file_entry.version != file_facts.version:
                     difference_in_words = "was replaced"
                 else:
                     continue

@@ -208,7 +208,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         RunError: If the file is damaged, or its records lack fields.
     """
     records_by_key = read_records(file, where, limit)
-    stored_hooks = {
+    hook_values_by_key_in_file = {
         hook_key: hook_values
         for hook_key, hook_values in hooks.items()
         if hook_key in records_by_key
@@ -218,7 +218,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
             hook_key: [
                 hook_values.from_record(sample_record) for sample_record in records_by_key[hook_key]
             ]
-            for hook_key, hook_values in stored_hooks.items()
+            for hook_key, hook_values in hook_values_by_key_in_file.items()
         }
         shard_samples = [
             ShardSample(
@@ -235,7 +235,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-    return Shard(shard_samples, stored_hooks, values_by_hook_key)
+    return Shard(shard_samples, hook_values_by_key_in_file, values_by_hook_key)
 
 
 class UnsafeError(RunError):

@@ -1,9 +1,9 @@
 """A repair of a run: finds bad and missing shards, whose samples are then stored again.
 
-`RepairPlanner` checks the shards and plans the repair, and `Repair` is the part of the plan that
-only a repair needs. log_writer.py and shard_writer.py carry the plan out. Like every process that
-writes (run_log.py), a repair writes its id into metadata.json, and then reads the log, before it
-changes anything else.
+`RepairPlanner` checks the shards and plans the repair. The plan is a `StoragePlan` (resume.py),
+whose field of the type `Repair` contains, for example, the numbers of the shards to store again.
+log_writer.py and shard_writer.py carry the plan out. Like every process that writes (run_log.py), a
+repair writes its id into metadata.json, and then reads the log, before it changes anything else.
 
 - *Bad shards.* A shard is bad if its content was read and differs from its commit, or if one of its
   files certainly does not exist. A shard is also bad if it contains a sample that an earlier good
@@ -18,17 +18,18 @@ changes anything else.
 - *Bad shards at the end of the log* no longer exist after they are withdrawn, and the run continues
   after the good shards.
 - *Gaps* are the numbers of bad and missing shards that come before a good one. The data is read
-  again from the furthest mark before which no sample is missing. It is read up to the largest
-  sample that is stored or lies before a mark; if the run was complete, up to its last sample. Every
-  sample in between that no good shard contains is stored under the numbers of the gaps, in order.
+  again from the furthest mark before which no sample is missing. It is read up to the last sample
+  that a good shard contains or that comes before the mark of a good shard; if the run was complete,
+  up to its last sample. Every sample in between that no good shard contains is stored under the
+  numbers of the gaps, in order.
   The last gap is filled last. If the samples do not fit in the gaps, shards with new numbers are
   stored before the last gap is filled. Later samples are left to the run that continues.
 - *Open gaps.* As long as a gap is open, no process can continue the run. A repair that was killed
   is finished by the next repair. All shards of a repair get the mark at which the repair began,
   because all samples before a mark must be stored.
-- *Limits.* Up to the largest stored sample, --max_samples and --max_tokens neither end the data nor
-  cut a sample, because later samples are stored already. So a lost sample that a limit had cut is
-  stored whole.
+- *Limits.* Up to the last sample that was ever stored (`StoragePlan.end_of_stored`), --max_samples
+  and --max_tokens neither end the data nor cut a sample, because later samples are stored already.
+  So a lost sample that a limit had cut is stored whole.
 
 For example, shards 3 and 5 of the seven of a complete run are damaged:
 
@@ -90,11 +91,12 @@ from activation_extraction.store.totals import COUNTED, CUT, total_problems
 
 @dataclass(frozen=True)
 class Repair:
-    """The part of a plan that only a repair needs.
+    """Describes the shards that a repair replaces, and the samples that it reads or needs again.
 
     Attributes:
-        withdrawn_json_versions: Number of each bad or missing shard -> version of its JSON file,
-            None if it has no file. Reservations replace the files in the order of this dict.
+        json_version_by_withdrawn_shard_number: Number of each bad or missing shard -> version of
+            its JSON file, None if it has no file. Reservations replace the files in the order of
+            this dict.
         gaps: Numbers of the bad and missing shards before a good one, in ascending order. If there
             are no gaps, the repair only replaces the JSON files of bad shards at the end of the log
             by reservations, and then continues the run.
@@ -107,7 +109,7 @@ class Repair:
             fields. Empty if metadata.json was missing, or if there are no gaps.
     """
 
-    withdrawn_json_versions: Mapping[int, str | None]
+    json_version_by_withdrawn_shard_number: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()
     num_samples_to_read: int | None = None
     num_samples_to_add: int = 0
@@ -129,8 +131,8 @@ class Repair:
         """
         metadata_with_limits = self.previous_metadata if self.gaps else {}
         return {
-            limit_name: metadata_with_limits.get(limit_name, process_limit)
-            for limit_name, process_limit in limits.items()
+            limit_name: metadata_with_limits.get(limit_name, limit_of_this_process)
+            for limit_name, limit_of_this_process in limits.items()
         }
 
     def samples_missing(self, added_samples: int) -> int:
@@ -415,12 +417,12 @@ class RepairPlanner:
             for shard_number in range(1, last_good_shard_number)
             if shard_number not in good_commit_by_number
         )
-        withdrawn_json_versions = {
+        json_version_by_withdrawn_shard_number = {
             shard_number: run_log.version_by_shard_json.get(commit_name(shard_number))
             for shard_number in (*bad_shard_numbers_at_end, *gap_shard_numbers)
         }
         continuation_mark = furthest_mark(
-            good_commit_by_number.values(), self._first_missing(good_shards)
+            good_commit_by_number.values(), self._index_of_first_missing_sample(good_shards)
         )
         if gap_shard_numbers:
             continuation_plan = StoragePlan(
@@ -433,7 +435,7 @@ class RepairPlanner:
                 continuation_plan,
                 repair=self._repair_of_gaps(
                     gap_shard_numbers,
-                    withdrawn_json_versions,
+                    json_version_by_withdrawn_shard_number,
                     continuation_plan,
                     stored_metadata,
                 ),
@@ -449,9 +451,9 @@ class RepairPlanner:
             run_id=run,
             mark=continuation_mark,
             is_up_to_date=continuation_plan.is_up_to_date
-            and not (withdrawn_json_versions or has_wrong_totals),
+            and not (json_version_by_withdrawn_shard_number or has_wrong_totals),
             repair=Repair(
-                withdrawn_json_versions,
+                json_version_by_withdrawn_shard_number,
                 num_samples_to_add=self._num_samples_to_add(continuation_plan),
             ),
         )
@@ -459,7 +461,7 @@ class RepairPlanner:
     def _repair_of_gaps(
         self,
         gaps: tuple[int, ...],
-        withdrawn_json_versions: Mapping[int, str | None],
+        json_version_by_withdrawn_shard_number: Mapping[int, str | None],
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
@@ -468,12 +470,14 @@ class RepairPlanner:
         Args:
             gaps: Numbers of the bad or missing shards after which there is a good shard, in
                 ascending order.
-            withdrawn_json_versions: Number of each bad or missing shard -> version of its JSON
-                file, None if it has no file.
+            json_version_by_withdrawn_shard_number: Number of each bad or missing shard -> version
+                of its JSON file, None if it has no file.
             plan: Plan of which the repair becomes a part. Its commits are those of the good shards.
             metadata: Content of metadata.json; empty if it is missing.
         """
-        gap_repair = Repair(withdrawn_json_versions, gaps, previous_metadata=metadata)
+        gap_repair = Repair(
+            json_version_by_withdrawn_shard_number, gaps, previous_metadata=metadata
+        )
         if not self.identity.from_dataset:
             return replace(
                 gap_repair,
@@ -494,11 +498,14 @@ class RepairPlanner:
         """
         return 0 if self.identity.from_dataset else plan.end_of_stored(self.identity.worker)
 
-    def _first_missing(self, good_shards: list[CheckedShard]) -> int:
-        """Counts the samples of this host that come before its first sample that is not stored.
+    def _index_of_first_missing_sample(self, good_shards: list[CheckedShard]) -> int:
+        """Returns the index of this host's first sample that no undamaged shard contains.
+
+        The samples of the host are counted from 0, in the order in which they are read. So the
+        index is also the number of samples before the first missing sample.
 
         Args:
-            good_shards: Good shards, which contain all samples of this host that are stored.
+            good_shards: All undamaged shards of this host.
         """
         stored_sample_numbers = np.sort(_sample_numbers(good_shards))
         host_worker = self.identity.worker

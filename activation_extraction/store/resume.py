@@ -54,13 +54,13 @@ class StoragePlan:
         mark: Mark from which the run continues. None for the beginning of the data.
         is_complete: Whether no sample is left to store.
         is_up_to_date: Whether nothing is left to do, not even an update of metadata.json.
-        skipped_rows: Number of skipped rows that metadata.json records if the run is complete. It
-            includes the rows after the last sample. 0 if the run is not complete, because the marks
-            of the commits then count the rows.
-        empty_rows: Number of rows without text that metadata.json records if the run is complete,
-            otherwise 0.
-        repair: The part of the plan that only a repair needs, such as the numbers of the shards to
-            withdraw. None if the process begins or continues a run.
+        num_skipped_rows: Number of skipped rows that metadata.json records if the run is complete.
+            It includes the rows after the last sample. 0 if the run is not complete, because the
+            marks of the commits then count the rows.
+        num_empty_rows: Number of rows without text that metadata.json records if the run is
+            complete, otherwise 0.
+        repair: Shards that a repair replaces, and samples that it reads or needs again. None if the
+            process begins or continues a run.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -69,24 +69,26 @@ class StoragePlan:
     mark: Mark | None = None
     is_complete: bool = False
     is_up_to_date: bool = False
-    skipped_rows: int = 0
-    empty_rows: int = 0
+    num_skipped_rows: int = 0
+    num_empty_rows: int = 0
     repair: "Repair | None" = None
 
     @property
     def totals(self) -> Totals:
         """The totals over the shards in `commits`."""
         totals_of_shards = Totals.of(self.commits)
-        totals_of_shards.update_row_counts(self.skipped_rows, self.empty_rows)
+        totals_of_shards.update_row_counts(self.num_skipped_rows, self.num_empty_rows)
         return totals_of_shards
 
     def end_of_stored(self, worker: Worker) -> int:
         """Returns the number of a worker's samples up to the last one that was ever stored.
 
-        The samples are counted from the first sample of the worker, in the order in which they are
-        read. The last stored sample is the last sample before the furthest mark, or a later sample
-        in one of the shards. Some of the counted samples may not be stored now, because samples are
-        packed in another order than they are read, and because shards may be lost.
+        The worker's samples are counted from its first one, in the order in which they are read.
+        All samples before a mark were stored, and shards may contain samples after the last mark.
+        So the result is the larger of two numbers: the number of samples before the last mark in
+        `commits`, and the number of samples up to the last one that these shards contain. Some of
+        the counted samples may not be stored now, because samples are packed in another order than
+        they are read, and because shards may be lost.
 
         Args:
             worker: Worker that writes to the folder.
@@ -161,9 +163,10 @@ class ShardNumbers:
 
         A gap is the number of a missing or bad shard, which a repair gives to a new shard.
 
-        This must be called only at the end of a repair, when the remaining samples fit into one
-        shard. The last gap is the number of this shard. The other gaps are the numbers of shards
-        without samples. The list is empty without a repair.
+        This must be called only when the run or the repair ends, and the remaining samples fit into
+        one shard. In a repair, the caller stores these samples in a shard with the last number of
+        the list, and a shard without samples for each of the other numbers. The list is empty if
+        there is no repair.
         """
         remaining_gap_shard_numbers = self._gap_shard_numbers
         self._gap_shard_numbers = []
@@ -243,12 +246,12 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
         stored_metadata.get(metadata_key) == expected_value
         for metadata_key, expected_value in metadata_if_complete.items()
     ):
-        skipped_and_empty_row_counts = {
-            count_name: stored_metadata.get(count_name, 0)
-            for count_name in ("skipped_rows", "empty_rows")
-        }
         return replace(
-            plan_to_continue, is_complete=True, is_up_to_date=True, **skipped_and_empty_row_counts
+            plan_to_continue,
+            is_complete=True,
+            is_up_to_date=True,
+            num_skipped_rows=stored_metadata.get("skipped_rows", 0),
+            num_empty_rows=stored_metadata.get("empty_rows", 0),
         )
     return plan_to_continue
 
@@ -318,10 +321,12 @@ def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
     """
     upload_url = run_log.moved_to
     if upload_url != remote and (upload_url or run_log.commit_by_shard_number):
-        shards_location = "are here" if upload_url is None else f"were uploaded to {upload_url}"
-        requested_location = f", not in {remote}" if remote else ""
+        shards_location_clause = (
+            "are here" if upload_url is None else f"were uploaded to {upload_url}"
+        )
+        requested_location_clause = f", not in {remote}" if remote else ""
         raise InputError(
-            f"{run_log.url}: its shards {shards_location}{requested_location}; give "
+            f"{run_log.url}: its shards {shards_location_clause}{requested_location_clause}; give "
             "--upload_to_gcs, --gcs_bucket and --gcs_prefix or leave them out, as before, or "
             "another --output_dir"
         )
@@ -350,8 +355,9 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
 def shown(value: Any, other_value: Any) -> str:
     """Returns the value of an identity's field as text for messages.
 
-    If the value is a list, only the items that `other_value` lacks are shown, unless both lists
-    have the same items in another order. A digest and a long text are shortened.
+    If the value is a list, only the items that `other_value` lacks are shown. If the two lists
+    contain the same items in another order, all items are shown. A digest and a long text are
+    shortened.
 
     Args:
         value: Value of the field, as JSON.

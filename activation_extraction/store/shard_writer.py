@@ -200,8 +200,10 @@ class ShardWriter:
         Returns:
             A tuple of the commit, which is not written yet, and the samples of the shard.
         """
-        writer_id = self._log_writer.id
-        shard_commit = Commit(number, self._log_writer.began, mark, identity=self._identity.digest)
+        writer_id = self._log_writer.process_id
+        shard_commit = Commit(
+            number, self._log_writer.begin_time, mark, identity=self._identity.digest
+        )
         if not shard.samples:
             return shard_commit, []
         with self._packing_slots:

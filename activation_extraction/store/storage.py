@@ -136,7 +136,7 @@ class ActivationStorage:
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._hook_by_key = {
             hook_key: self._identity.hook_values(
-                hook_key, hook_name, facts.hooks.get(hook_key, {}).get("width", 0)
+                hook_key, hook_name, facts.facts_by_hook_key.get(hook_key, {}).get("width", 0)
             )
             for hook_key, hook_name in hooks.items()
         }
