@@ -182,7 +182,7 @@ def test_what_the_compiler_says_counts(monkeypatch, planned, capsys, answer, gig
             raise answer
         return answer
 
-    monkeypatch.setattr(estimate, "compiled_bytes", instead)
+    monkeypatch.setattr(estimate, "bytes_of_compiled_step", instead)
     (mesh,) = planned("v5e-4", "0.5B")["meshes"]
     assert (mesh["compiled_gb"], mesh["fits"]) == (gigabytes, fits)
     assert mesh["memory_gb"] < 5

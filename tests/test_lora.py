@@ -391,7 +391,9 @@ def chosen(base, lora, column):
     checkpoint = Checkpoint(str(base))
     checkpoint.adapter = LoraAdapter(str(lora), checkpoint, tied=True)
     options = parse_args(["--model_path", str(base), *flags]).text_options
-    return Text(options, checkpoint, CHAT_VOCABULARY, adapter=checkpoint.adapter.repository)
+    return Text(
+        options, checkpoint, CHAT_VOCABULARY, adapter_repository=checkpoint.adapter.repository
+    )
 
 
 # What an adapter's folder has: further tokens and settings, the text of a file with a template, and

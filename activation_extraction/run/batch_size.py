@@ -90,7 +90,8 @@ def fit_rows(
             "device", "devices" and "mesh". None if the default number of rows is used.
 
     Raises:
-        InputError: If the model cannot be made for other rows, here or on another host.
+        InputError: If this host or another host cannot prepare the model for steps of another
+            number of rows.
         RunError: If the compiler failed on another host for another reason than lack of memory.
         JaxRuntimeError: If the compiler failed on this host for another reason than lack of memory.
     """

@@ -110,11 +110,11 @@ class DataFiles:
         files_in_recorded_order = _in_recorded_order(files, recorded_files)
         num_added_bytes_by_url = {}  # number of bytes by which each file has grown, by its URL
         with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
-            are_files_unchanged = thread_pool.map(
+            is_unchanged_of_files = thread_pool.map(
                 _is_recorded, files_in_recorded_order, recorded_files
             )
             for data_file, recorded_file, is_file_unchanged in zip(
-                files_in_recorded_order, recorded_files, are_files_unchanged, strict=True
+                files_in_recorded_order, recorded_files, is_unchanged_of_files, strict=True
             ):
                 num_added_bytes = data_file.byte_count - recorded_file.bytes
                 if not is_file_unchanged:
@@ -264,7 +264,7 @@ def _record_of_file(file: DataFile) -> RecordedFile:
         InputError: If a local file cannot be read.
     """
     if file.is_local:
-        content_fingerprint = f"blocks {file_fingerprint(Path(file.url), file.byte_count)}"
+        identifying_text = f"blocks {file_fingerprint(Path(file.url), file.byte_count)}"
     else:
-        content_fingerprint = file.version or f"{file.byte_count} bytes"
-    return RecordedFile(file.name, file.byte_count, content_fingerprint)
+        identifying_text = file.version or f"{file.byte_count} bytes"
+    return RecordedFile(file.name, file.byte_count, identifying_text)

@@ -104,11 +104,11 @@ def print_estimate(config: Config) -> int:
     """
     check_adapter(config.model_options.lora)
     run_to_estimate = planned_run(config)
-    computing_with_automatic_mesh = replace(
+    computing_options_with_automatic_mesh = replace(
         run_to_estimate.request.computing_options, mesh_type="auto", mesh_shape=None, mesh_axes=None
     )
     request_with_automatic_mesh = replace(
-        run_to_estimate.request, computing_options=computing_with_automatic_mesh
+        run_to_estimate.request, computing_options=computing_options_with_automatic_mesh
     )
     program_with_automatic_mesh = program_of(run_to_estimate, request_with_automatic_mesh)
     requested_program = program_of(run_to_estimate, run_to_estimate.request)
@@ -256,13 +256,13 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     )
     step_cost = cost_model.estimate(mesh_layout, devices_of_mesh)
     usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)
-    compiled_bytes_of_device = None
+    compiler_bytes_of_device = None
     fits_in_memory = step_cost.memory_bytes <= usable_bytes_of_device
     if run.topology.is_tpu:
         try:
-            compiled_bytes_of_device = compiled_bytes(run, request)
-            if compiled_bytes_of_device is not None:
-                fits_in_memory = compiled_bytes_of_device <= usable_bytes_of_device
+            compiler_bytes_of_device = bytes_of_compiled_step(run, request)
+            if compiler_bytes_of_device is not None:
+                fits_in_memory = compiler_bytes_of_device <= usable_bytes_of_device
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(mesh_layout.shape), one_line(error))
             fits_in_memory = fits_in_memory and "RESOURCE_EXHAUSTED" not in str(error)
@@ -271,7 +271,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
         "shape": mesh_layout.shape,
         "fits": fits_in_memory,
         "memory_gb": step_cost.memory_bytes / 1e9,
-        "compiled_gb": None if compiled_bytes_of_device is None else compiled_bytes_of_device / 1e9,
+        "compiled_gb": None if compiler_bytes_of_device is None else compiler_bytes_of_device / 1e9,
         "step_ms": 1e3 * step_cost.seconds,
         "tokens_per_second": [
             fraction_of_peak * peak_tokens_per_second for fraction_of_peak in GUESSED_FRACTIONS
@@ -279,8 +279,8 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     }
 
 
-def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
-    """Returns the bytes of memory that a compiled step needs on each TPU.
+def bytes_of_compiled_step(run: PlannedRun, request: StepRequest) -> float | None:
+    """Compiles a step, and returns the bytes of memory that it needs on each TPU.
 
     Args:
         run: The planned run.
@@ -290,7 +290,8 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
         The bytes, as the compiler reports them. None if libtpu, the compiler, is not installed.
 
     Raises:
-        InputError: If the compiler does not know the machine, or if it does not report the memory.
+        InputError: If the compiler does not know the TPU topology of the planned machine, or if it
+            does not report the memory.
         JaxRuntimeError: If the program cannot be compiled, for example because it does not fit.
     """
     if find_spec("libtpu") is None:
@@ -386,17 +387,17 @@ def estimate_totals(
             # The speed of a mesh counts computed tokens. The speed that a user gives counts stored
             # tokens.
             if config.plan_options.tokens_per_second is None:
-                num_timed_tokens = run.token_counts.num_computed_tokens
+                num_tokens_counted_by_speed = run.token_counts.num_computed_tokens
                 tokens_per_second_range = fastest_mesh["tokens_per_second"]
             else:
-                num_timed_tokens = run.token_counts.num_stored_tokens
+                num_tokens_counted_by_speed = run.token_counts.num_stored_tokens
                 # The user gives a single speed, so this range contains one number.
                 tokens_per_second_range = [
                     config.plan_options.tokens_per_second * run.topology.num_hosts
                 ]
             hours_range = [
-                num_timed_tokens / max(tokens_per_second_range) / 3600,
-                num_timed_tokens / min(tokens_per_second_range) / 3600,
+                num_tokens_counted_by_speed / max(tokens_per_second_range) / 3600,
+                num_tokens_counted_by_speed / min(tokens_per_second_range) / 3600,
             ]
         if hours_range is not None and config.plan_options.chip_hour_dollars:
             chip_hour_prices = config.plan_options.chip_hour_dollars

@@ -61,27 +61,29 @@ class Text:
 
     Attributes:
         options: The flags about text.
-        model: The files of the model.
+        model_repository: The files of the model.
         vocabulary_size: The number of token ids that the model has.
         earlier_metadata: The content of each metadata.json that this run has stored already,
             locally and in the bucket. Empty for a new run.
         source_names: The names of the sources of a mixture. Empty to take them from the flags.
-        adapter: The files of the LoRA adapter. None without an adapter.
+        adapter_repository: The files of the LoRA adapter. None without an adapter.
     """
 
     options: TextOptions
-    model: Repository
+    model_repository: Repository
     vocabulary_size: int
     earlier_metadata: Sequence[Mapping[str, Any]] = ()
     source_names: Sequence[str] = ()
-    adapter: Repository | None = None
+    adapter_repository: Repository | None = None
 
     @cached_property
     def chosen_tokenizer(self) -> ChosenTokenizer | None:
         """The tokenizer of the model or the adapter. None if the data set has token ids."""
         if self.options.ids_column:
             return None
-        return choose_tokenizer(self.model, self.adapter, self.vocabulary_size)
+        return choose_tokenizer(
+            self.model_repository, self.adapter_repository, self.vocabulary_size
+        )
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -106,7 +108,7 @@ class Text:
                 template_arguments,
             )
         repository_of_templates, jinja_source_by_template_name = choose_templates(
-            self.model, self.adapter
+            self.model_repository, self.adapter_repository
         )
         return ChatTemplate.of_model(
             chosen_tokenizer.pretrained_tokenizer,
@@ -333,8 +335,8 @@ def dropped_ids(
         vocabulary_size: The number of token ids that the model has.
 
     Raises:
-        InputError: If the tokenizer has no token of a name, if the model has no token of an id, or
-            if all tokens of the model would be dropped.
+        InputError: If a name is not in the tokenizer's vocabulary, if an id is not in the model's
+            vocabulary, or if all tokens of the model would be dropped.
     """
     dropped_token_ids = {
         token_id_or_name for token_id_or_name in tokens if isinstance(token_id_or_name, int)

@@ -131,8 +131,8 @@ def join(options: HostOptions) -> Host:
     all_devices = usable_devices(all_of_host=True)
     joined_host = Host(jax.process_index(), jax.process_count())
     try:
-        # The numbers of devices are compared before anything is gathered, because JAX cannot gather
-        # from hosts with different numbers of devices.
+        # `count_hosts` raises an error if hosts have different numbers of devices. It is called
+        # before anything is gathered, because JAX cannot gather from such hosts.
         count_hosts(all_devices)
     except InputError:  # all hosts raise it, because every host knows the devices of all hosts
         leave(joined_host)
@@ -273,11 +273,11 @@ def raise_together(
             message names those hosts.
     """
     if problem is None:
-        problem_kind = NO_PROBLEM
+        local_problem_kind = NO_PROBLEM
     elif isinstance(problem, InputError):
-        problem_kind = BAD_INPUT
+        local_problem_kind = BAD_INPUT
     else:
-        problem_kind = RECURS if getattr(problem, "is_recurring", False) else MAY_PASS
+        local_problem_kind = RECURS if getattr(problem, "is_recurring", False) else MAY_PASS
     shown_content_by_field = {
         field_name: _text_or_digest(field_content) for field_name, field_content in fields.items()
     }
@@ -285,13 +285,13 @@ def raise_together(
         json.dumps(shown_content_by_field, sort_keys=True).encode()
     ).hexdigest()
     problem_kinds_of_hosts, fields_digests_of_hosts = zip(
-        *gather(host, (problem_kind, fields_digest)), strict=True
+        *gather(host, (local_problem_kind, fields_digest)), strict=True
     )
     if problem is None and any(problem_kinds_of_hosts):
         failed_host_numbers = [
             str(host_number)
-            for host_number, problem_kind_of_host in enumerate(problem_kinds_of_hosts)
-            if problem_kind_of_host
+            for host_number, problem_kind in enumerate(problem_kinds_of_hosts)
+            if problem_kind != NO_PROBLEM
         ]
         other_failure_message = (
             f"host {', '.join(failed_host_numbers)} failed: see the message there"
@@ -519,17 +519,19 @@ class Lockstep:
             bool(stopped()),
             self.failure is not None,
         ]
-        # `has_any_host_data_at_steps` contains, for each of the first STEPS_AHEAD steps of the run,
-        # whether any host has data.
-        *has_any_host_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
+        # `does_any_host_have_data_at_steps` contains, for each of the first STEPS_AHEAD steps of
+        # the run, whether any host has data.
+        *does_any_host_have_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
             conditions_of_this_host
         )
         self.reaches_end_of_data = not is_any_host_stopping
         is_run_ending = is_any_host_stopping or (
-            has_any_host_failed and not any(has_any_host_data_at_steps)
+            has_any_host_failed and not any(does_any_host_have_data_at_steps)
         )
         # For each of the next steps, whether all hosts take it.
-        self._decisions_to_take_steps = deque([] if is_run_ending else has_any_host_data_at_steps)
+        self._decisions_to_take_steps = deque(
+            [] if is_run_ending else does_any_host_have_data_at_steps
+        )
 
     def __iter__(self) -> Iterator[Batch | None]:
         while self._decisions_to_take_steps and self._decisions_to_take_steps.popleft():
@@ -585,7 +587,7 @@ class Lockstep:
             votes: The sums of the votes over all hosts: the number of hosts that have data, the
                 number of hosts that were asked to stop, and the number of hosts that failed.
         """
-        has_any_host_data, is_any_host_stopping, has_any_host_failed = (
+        does_any_host_have_data, is_any_host_stopping, has_any_host_failed = (
             bool(number_of_votes) for number_of_votes in votes
         )
         if has_any_host_failed and self.failure is None:
@@ -593,7 +595,7 @@ class Lockstep:
             self.failure = RunError("another host failed", remedy=failure_remedy)
         self.reaches_end_of_data = self.reaches_end_of_data and not is_any_host_stopping
         self._decisions_to_take_steps.append(
-            has_any_host_data and not is_any_host_stopping and not has_any_host_failed
+            does_any_host_have_data and not is_any_host_stopping and not has_any_host_failed
         )
 
     def fail(self, error: Exception) -> None:
@@ -618,5 +620,4 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
         items: The items, which are made when they are iterated over.
     """
     for item, _ in pairwise(chain(items, [None])):
-        # mypy does not know that the None at the end never becomes `item` (type: ignore).
-        yield item  # type: ignore[misc]
+        yield item  # type: ignore[misc]  # `item` is never the None at the end of the chain

@@ -124,7 +124,13 @@ TEXT_INPUTS: tuple[Input[Text], ...] = (
     TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
     Input("data set", "data", lambda text: text.dataset.description, DATA_FLAGS, DATA_PATHS),
-    Input("data set", "data_revision", lambda text: text.dataset.revisions, DATA_FLAGS, DATA_PATHS),
+    Input(
+        "data set",
+        "data_revision",
+        lambda text: text.dataset.joined_revisions,
+        DATA_FLAGS,
+        DATA_PATHS,
+    ),
 )
 INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 
@@ -136,12 +142,12 @@ HOST_FLAGS = {
 
 
 def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> None:
-    """Checks that stored activations were computed with this model.
+    """Checks that a run has computed its activations with the model in `forward`.
 
     Args:
         forward: The model, with its adapter and autoencoders.
         config: The configuration, whose flags appear in the message.
-        identity: The identity of the run that stored the activations.
+        identity: The identity of the run.
 
     Raises:
         InputError: If the run used another model, adapter or autoencoder.
@@ -150,12 +156,12 @@ def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> 
 
 
 def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
-    """Checks that the tokens of stored activations came from this text.
+    """Checks that a run has made its tokens with the inputs in `text`.
 
     Args:
-        text: The text.
+        text: The inputs: the tokenizer, the chat template and the data set.
         config: The configuration, whose flags appear in the message.
-        identity: The identity of the run that stored the activations.
+        identity: The identity of the run.
 
     Raises:
         InputError: If the run used another tokenizer, chat template or data set, or if a file of
@@ -165,12 +171,12 @@ def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
 
 
 def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
-    """Checks that the tokens of stored activations came from this tokenizer.
+    """Checks that a run has made its tokens with the tokenizer in `text`.
 
     Args:
-        text: The text. This function does not open its data set.
+        text: The tokenizer, with a chat template and a data set, which are not opened.
         config: The configuration, whose flags appear in the message.
-        identity: The identity of the run that stored the activations.
+        identity: The identity of the run.
 
     Raises:
         InputError: If the run used another tokenizer.
@@ -181,15 +187,16 @@ def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
 def _check_inputs(
     inputs: Sequence[Input[ModelOrText]],
     model_or_text: ModelOrText,
-    flag_values: Mapping[str, Any],
+    value_by_flag: Mapping[str, Any],
     identity: Identity,
 ) -> None:
     """Checks that inputs have the content that the identity of a run records.
 
     Args:
         inputs: The inputs to compare.
-        model_or_text: The model or the text to which the inputs belong.
-        flag_values: The values of the flags by their names.
+        model_or_text: The object to which the inputs belong: a `Forward` for inputs of the model,
+            or a `Text` for the tokenizer, the chat template and the data set.
+        value_by_flag: The values of the flags by their names.
         identity: The identity of the run.
 
     Raises:
@@ -199,15 +206,15 @@ def _check_inputs(
         if run_input.read_field_value(model_or_text) == getattr(identity, run_input.identity_field):
             continue
         names_of_set_flags = [
-            flag_name for flag_name in run_input.flag_names if flag_values[flag_name]
+            flag_name for flag_name in run_input.flag_names if value_by_flag[flag_name]
         ]
         flag_name = names_of_set_flags[0] if names_of_set_flags else run_input.flag_names[0]
-        flag_value = flag_values[flag_name]
+        flag_value = value_by_flag[flag_name]
         difference_in_words = "is not the one" if flag_value else "is missing, the one"
         path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
         # An adapter may contain a tokenizer and a template, so the message also names the adapter.
-        if flag_name in MODEL_FLAGS and "lora" in run_input.path_flags and flag_values["lora"]:
-            path_in_words += f" with --lora {plain_url(flag_values['lora'])}"
+        if flag_name in MODEL_FLAGS and "lora" in run_input.path_flags and value_by_flag["lora"]:
+            path_in_words += f" with --lora {plain_url(value_by_flag['lora'])}"
         raise InputError(
             f"--{flag_name}{path_in_words}: the {run_input.name_in_messages} {difference_in_words} "
             "that the stored activations came from"
@@ -220,7 +227,8 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     Args:
         config: The configuration of the run.
         forward: The model of the run.
-        text: The text of the run.
+        text: The tokenizer, the chat template and the data set of the run, and the settings of its
+            samples.
         worker: The machine and the host that store the shards.
 
     Raises:
@@ -276,7 +284,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         A dict: name of a setting, as messages write it -> its value. The settings are flags,
         versions of packages, and "devices", the platform and number of this host's devices.
     """
-    flag_values = config.to_json()
+    value_by_flag = config.to_json()
     # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths,
     # which may differ between hosts.
     comparable_sources_and_weights = []
@@ -289,7 +297,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
     return {
         **{
-            f"--{flag_name}": flag_values[flag_name]
+            f"--{flag_name}": value_by_flag[flag_name]
             for flag_name in FLAGS
             if flag_name not in HOST_FLAGS
         },

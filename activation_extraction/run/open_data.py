@@ -24,7 +24,7 @@ FILES = "files"
 
 
 class Source(NamedTuple):
-    """An open data set, which may be one of the sources of a mixture.
+    """A data set, opened for reading, which may be one of the sources of a mixture.
 
     Attributes:
         row_stream: The stream of the rows of the data set.
@@ -40,23 +40,24 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The open data of a run.
+    """The data of a run, opened for reading: one data set, or a mixture of several.
 
-    `description` and `revisions` are fields of the run's identity, so they must be the same when
-    the run continues.
+    The identity of the run contains `description` (as `data`) and `joined_revisions` (as
+    `data_revision`), so they must be the same when the run continues.
 
     Attributes:
-        sources: The open data sets, one or, in a mixture, several.
+        sources: The data sets. There are several only in a mixture.
         description: Description of the data. It is "files" for files; the name, configuration and
             split for a hub data set; and the sources with their weights for a mixture.
-        revisions: The revision of a hub data set, or the names and revisions of all hub data sets
-            in a mixture. "" for files, because `files` compares their content.
+        joined_revisions: The revision of the hub data set. In a mixture, a text of the form
+            "NAME@REVISION NAME@REVISION" with all hub data sets. "" without hub data sets, because
+            the content of files is compared by `files`.
         files: The files of all sources.
     """
 
     sources: tuple[Source, ...]
     description: str
-    revisions: str
+    joined_revisions: str
     files: DataFiles = field(default_factory=DataFiles)
 
 
@@ -78,7 +79,7 @@ def open_dataset(
             for the names in the flags.
 
     Returns:
-        The open data.
+        The data, opened for reading.
 
     Raises:
         InputError: If a data set cannot be opened, or if it differs from the data set that the run
@@ -93,8 +94,8 @@ def open_dataset(
     if dataset_path is not None:
         recorded_metadata, _ = _recorded_metadata(FILES, earlier_metadata)
         data_files = DataFiles.as_recorded(list_files(dataset_path), recorded_metadata)
-        dataset_rows = open_files(dataset_path, row_schema, data_files.files)
-        return Dataset((Source(dataset_rows),), FILES, "", data_files)
+        row_stream = open_files(dataset_path, row_schema, data_files.files)
+        return Dataset((Source(row_stream),), FILES, "", data_files)
     hub_name = options.dataset_name
     hub_config_name = options.dataset_config
     hub_split = options.dataset_split
@@ -102,10 +103,10 @@ def open_dataset(
     hub_description = " ".join(filter(None, (hub_name, hub_config_name, hub_split)))
     recorded_metadata, recorded_revision = _recorded_metadata(hub_description, earlier_metadata)
     _check_reader(f"--dataset_name {hub_description}", recorded_metadata)
-    dataset_rows, dataset_revision = open_hub_dataset(
+    row_stream, dataset_revision = open_hub_dataset(
         hub_name, hub_config_name, hub_split, recorded_revision or None
     )
-    return Dataset((Source(dataset_rows),), hub_description, dataset_revision)
+    return Dataset((Source(row_stream),), hub_description, dataset_revision)
 
 
 def _recorded_metadata(
@@ -196,11 +197,11 @@ def _open_mixture(
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
         name_and_weight_texts.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
     mixture_description = " ".join(name_and_weight_texts)
-    recorded_metadata, recorded_revisions = _recorded_metadata(
+    recorded_metadata, joined_recorded_revisions = _recorded_metadata(
         mixture_description, earlier_metadata
     )
     revision_by_source = {}  # revision of each hub data set by the name of the source
-    for name_and_revision in recorded_revisions.split():
+    for name_and_revision in joined_recorded_revisions.split():
         source_name, source_revision = name_and_revision.rsplit("@", 1)
         revision_by_source[source_name] = source_revision
     # All files of the mixture. The name of each file begins with the number of its source.
@@ -223,7 +224,7 @@ def _open_mixture(
                 for data_file in files_of_mixture.files
                 if data_file.name.startswith(source_number_prefix)
             ]
-            source_rows = open_files(source_in_flag, row_schema, files_of_source)
+            row_stream = open_files(source_in_flag, row_schema, files_of_source)
         else:
             # A hub data set is given as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.
             hub_name, hub_config_name, hub_split, *surplus_fields = [
@@ -234,17 +235,15 @@ def _open_mixture(
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_metadata)
-            source_rows, revision_by_source[source_name] = open_hub_dataset(
+            row_stream, revision_by_source[source_name] = open_hub_dataset(
                 hub_name,
                 hub_config_name or None,
                 hub_split or DEFAULT_DATASET.split,
                 revision_by_source.get(source_name),
             )
-        opened_sources.append(Source(source_rows, source_name, source_weight))
-    names_with_revisions = " ".join(
+        opened_sources.append(Source(row_stream, source_name, source_weight))
+    joined_revisions = " ".join(
         f"{source_name}@{source_revision}"
         for source_name, source_revision in revision_by_source.items()
     )
-    return Dataset(
-        tuple(opened_sources), mixture_description, names_with_revisions, files_of_mixture
-    )
+    return Dataset(tuple(opened_sources), mixture_description, joined_revisions, files_of_mixture)

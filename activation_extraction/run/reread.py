@@ -173,7 +173,11 @@ def _text_pipeline_of_run(
         text_options = replace(text_options, special_tokens="none")
     vocabulary_size = metadata["model"]["vocab_size"]
     text_pipeline = Text(
-        text_options, model, vocabulary_size, earlier_metadata=[metadata], adapter=adapter
+        text_options,
+        model,
+        vocabulary_size,
+        earlier_metadata=[metadata],
+        adapter_repository=adapter,
     )
     lora_path = None if adapter is None else adapter.path
     config_with_paths_to_read = replace(

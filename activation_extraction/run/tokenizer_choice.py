@@ -58,7 +58,7 @@ class ChosenTemplates(NamedTuple):
 
 
 def choose_tokenizer(
-    model: Repository, adapter: Repository | None, vocabulary_size: int
+    model_repository: Repository, adapter_repository: Repository | None, vocabulary_size: int
 ) -> ChosenTokenizer:
     """Returns the tokenizer of a run: the adapter's or the model's.
 
@@ -66,21 +66,23 @@ def choose_tokenizer(
     if the model has no tokenizer. Otherwise, the model's tokenizer is returned.
 
     Args:
-        model: The files of the model.
-        adapter: The files of the LoRA adapter. None without an adapter.
+        model_repository: The files of the model.
+        adapter_repository: The files of the LoRA adapter. None without an adapter.
         vocabulary_size: The number of token ids that the model has.
 
     Raises:
         InputError: If a tokenizer cannot be read, or if it has more token ids than the model.
     """
-    if adapter is None or vocabulary_file(adapter.tokenizer_files()) is None:
-        return _load(model, vocabulary_size)
-    adapter_tokenizer = _load(adapter, vocabulary_size)
-    if vocabulary_file(model.tokenizer_files()) is not None:
-        model_tokenizer = _load(model, vocabulary_size)
+    if adapter_repository is None or vocabulary_file(adapter_repository.tokenizer_files()) is None:
+        return _load(model_repository, vocabulary_size)
+    adapter_tokenizer = _load(adapter_repository, vocabulary_size)
+    if vocabulary_file(model_repository.tokenizer_files()) is not None:
+        model_tokenizer = _load(model_repository, vocabulary_size)
         if same_ids(adapter_tokenizer.backend, model_tokenizer.backend):
             return model_tokenizer
-    log.info("tokenizer: that of %s, which differs from the model's", adapter.flag_and_path)
+    log.info(
+        "tokenizer: that of %s, which differs from the model's", adapter_repository.flag_and_path
+    )
     return adapter_tokenizer
 
 
@@ -91,27 +93,30 @@ def _load(repository: Repository, vocabulary_size: int) -> ChosenTokenizer:
     )
 
 
-def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTemplates:
+def choose_templates(
+    model_repository: Repository, adapter_repository: Repository | None
+) -> ChosenTemplates:
     """Returns the adapter's chat templates if they differ from the model's, otherwise the model's.
 
     If the adapter has no chat templates, the model's are returned.
 
     Args:
-        model: The files of the model.
-        adapter: The files of the LoRA adapter. None without an adapter.
+        model_repository: The files of the model.
+        adapter_repository: The files of the LoRA adapter. None without an adapter.
 
     Raises:
         InputError: If a file with a chat template cannot be read.
     """
-    model_templates = templates_in(model)
-    if adapter is not None:
-        adapter_templates = templates_in(adapter)
+    model_templates = templates_in(model_repository)
+    if adapter_repository is not None:
+        adapter_templates = templates_in(adapter_repository)
         if adapter_templates and adapter_templates != model_templates:
             log.info(
-                "chat template: that of %s, which differs from the model's", adapter.flag_and_path
+                "chat template: that of %s, which differs from the model's",
+                adapter_repository.flag_and_path,
             )
-            return ChosenTemplates(adapter, adapter_templates)
-    return ChosenTemplates(model, model_templates)
+            return ChosenTemplates(adapter_repository, adapter_templates)
+    return ChosenTemplates(model_repository, model_templates)
 
 
 def templates_in(repository: Repository) -> dict[str, str]:
