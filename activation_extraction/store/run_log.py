@@ -31,6 +31,10 @@ A process that writes to the folder goes through these phases:
 
 - *Begin.* The process writes its id into metadata.json, on condition that the file has not changed
   since it read the file. It reads the entries only after that. A new run gets its id here.
+- *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
+  entry still has the version that was checked (repair.py). If it withdraws the last commit of the
+  log, and the process that wrote this commit still runs, a late request of that process may commit
+  the next shard. The repair then stops with LostError when it would write the entry of that shard.
 - *Reserve.* The process writes a reservation as entry n, the first entry after the last commit of
   the run. If entry n has become a commit of this run, because a request of an earlier process has
   arrived late, the shard counts as stored, and the process begins again. Otherwise, once the
@@ -38,7 +42,8 @@ A process that writes to the folder goes through these phases:
   writes entries without gaps, and has not committed shard n, so it can next write only entry n or a
   lower entry:
 
-    - A lower entry is a commit of this run, which the earlier process does not replace.
+    - A lower entry is usually a commit of this run, which the earlier process does not replace. If
+      the entry is a reservation that a repair has written, it is as safe as entry n.
     - To write entry n, the earlier process reads the version of the entry, then the owner in
       metadata.json, and then writes on condition that the version has not changed. If it read the
       version before the reservation was written, the condition does not hold. If it read the
@@ -46,11 +51,6 @@ A process that writes to the folder goes through these phases:
 
 - *Commit.* The process writes the files of a shard, then the entry with the versions of the files,
   and only then the next entry.
-- *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
-  entry still has the version that was checked (repair.py). This happens before *Reserve*. If the
-  repair withdraws the last commit of the log, and the process that wrote this commit still runs, a
-  late request of that process may commit the shard after it. The repair then stops with LostError
-  when it would write the entry of that shard.
 - *Finish.* If the run is complete, the process deletes the files of shards that belong to no
   commit, such as the files of an overwritten run. Then it compares the size of every committed file
   with a new listing, and also the version if it wrote the file itself. In any case it writes the
