@@ -1,8 +1,8 @@
 """Writes folders that `datasets.load_from_disk` of the package `datasets` reads.
 
-Such a folder contains one Arrow file with the rows, and JSON files that describe it. SAELens and
-speculators read such folders. sae_lens_files.py and draft_files.py choose the columns and make the
-rows.
+Such a folder contains one Arrow file with the rows, and JSON files that describe it. The libraries
+SAELens and speculators read such folders. sae_lens_files.py and draft_files.py choose the columns
+and make the rows.
 """
 
 import json
@@ -29,7 +29,7 @@ class ArrowFolder:
         import datasets
         from datasets.arrow_writer import ArrowWriter
 
-        self._state_file = folder / "state.json"
+        self._state_path = folder / "state.json"
         self._row_format = row_format
         self._column_names = [*column_types]
         column_features = datasets.Features(column_types)
@@ -57,4 +57,4 @@ class ArrowFolder:
             "_output_all_columns": False,
             "_split": None,
         }
-        self._state_file.write_text(json.dumps(state_fields, indent=2))
+        self._state_path.write_text(json.dumps(state_fields, indent=2))

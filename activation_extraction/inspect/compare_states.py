@@ -30,9 +30,9 @@ MAX_OTHER_EXPERTS_FRACTION = 0.1
 # chosen different experts. A token whose stored state is zeros has the error 1, which a different
 # choice does not explain.
 MAX_OTHER_EXPERTS_ERROR = 0.9
-# Largest error of a stored state when `align` searches the token to which the state belongs, as a
-# multiple of `Limits.row_error`. The factor is below TOKEN_FACTOR, because states of different
-# tokens may be similar.
+# Largest error of a stored state when `align` searches for the token to which the state belongs, as
+# a multiple of `Limits.row_error`. The factor is smaller than TOKEN_FACTOR, the factor for a state
+# whose token is known, so that a similar state of another token is not accepted.
 ALIGNMENT_FACTOR = 2
 # Largest number of parts of a layer with wrong states that a message describes, which keeps the
 # message short.
@@ -177,15 +177,15 @@ def match_hooks(
                 hook_states[first_state_index + token_offset : stop_state_index + token_offset],
                 first_state_index,
             )
-            errors_by_token = token_errors(
+            relative_errors_of_tokens = token_errors(
                 stored_states[first_state_index:stop_state_index], expected_states
             )
-            may_have_other_experts = _tokens_with_other_experts(errors_by_token, limits)
-            errors_by_token = errors_by_token[~may_have_other_experts]
-            row_error = float(np.sqrt(np.mean(errors_by_token**2)))
+            may_have_other_experts = _tokens_with_other_experts(relative_errors_of_tokens, limits)
+            relative_errors_of_tokens = relative_errors_of_tokens[~may_have_other_experts]
+            row_error = float(np.sqrt(np.mean(relative_errors_of_tokens**2)))
             match_by_hook_and_offset[hook_name, token_offset] = HookMatch(
                 row_error,
-                float(errors_by_token.max()),
+                float(relative_errors_of_tokens.max()),
                 hook_name,
                 token_offset,
                 int(may_have_other_experts.sum()),
@@ -194,14 +194,14 @@ def match_hooks(
 
 
 def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray:
-    """Returns the tokens of a row whose large errors may come from different experts.
+    """Returns a mask of the tokens of a row whose large errors may come from different experts.
 
     This program and the program that stored the row may have chosen different experts for a token.
     This may explain an error above `limits.row_error` and up to MAX_OTHER_EXPERTS_ERROR. Of the
-    tokens with such errors, only the tokens with the largest errors are returned. Their number is
-    at most the fraction `limits.max_other_expert_fraction` of the row's tokens, or 1 if this
-    fraction is less than one token. No token is returned if the fraction is 0 or the row has a
-    single token.
+    tokens with such errors, the mask selects only the tokens with the largest errors. Their number
+    is at most the product of `limits.max_other_expert_fraction` and the number of the row's tokens,
+    rounded down to an integer. If the product is between 0 and 1, at most one token is selected.
+    The mask selects no token if the fraction is 0 or if the row has a single token.
 
     Args:
         errors: Relative error of each token, (tokens,), as the docstring of the module defines it.
@@ -225,10 +225,10 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
 
 
 class Alignment(NamedTuple):
-    """The stored states of a layer that match the computed states of one sample at one offset.
+    """Stored states in a layer of a file that match the computed states of one sample at one hook.
 
-    A layer may contain other states than the states of its row's sample at the expected hook. Its
-    alignments show to which samples, hooks and tokens these states belong.
+    A layer of a file is one of its arrays of hidden states. The stored states may belong to another
+    sample, hook or token than expected. The alignments of the layer show to which.
 
     Attributes:
         row_number: Number of the row whose sample was computed. It may be another row than the row
@@ -256,8 +256,9 @@ def align(
 ) -> list[Alignment]:
     """Compares each stored state of a layer with the computed state of each token of a sample.
 
-    This shows whether the stored states belong to the sample, and to which of its tokens. A pair of
-    a state and a token has an offset, the index of the token minus the index of the state.
+    A layer is an array of hidden states in the file of a row. The comparison shows whether the
+    stored states belong to the sample, and to which of its tokens. A pair of a state and a token
+    has an offset, the index of the token minus the index of the state.
 
     Args:
         row: Content of the file with the stored states.
@@ -301,18 +302,19 @@ def align(
 
 
 def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
-    """Yields the alignments that best explain which states a layer contains.
+    """Yields the alignments that best explain which states a layer of a file contains.
 
     At most MAX_PARTS alignments are yielded. An alignment pairs the stored states of the layer with
     the computed states of one sample, and explains the stored states that match. The alignment that
     explains the largest number of states comes first. Each further alignment explains the largest
     number of states that no earlier alignment explains.
 
-    Alignments with a single state are left out unless the layer has a single state, because the
-    first tokens of different samples often have equal states.
+    An alignment that explains only one state is left out, unless the layer contains only one state.
+    Such a match proves little, because the first tokens of different samples often have equal
+    states.
 
     Args:
-        alignments: Alignments of one layer with any samples, hooks and offsets. Of two alignments
+        alignments: Alignments of the layer with any samples, hooks and offsets. Of two alignments
             that explain equally many states, the earlier one is preferred.
 
     Yields:

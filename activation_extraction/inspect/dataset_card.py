@@ -130,8 +130,8 @@ def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
 def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
     """Yields the headings and paragraphs of a run's dataset card, in Markdown."""
     name_of_model = model_name(dataset)
-    shown_model = _code(_last_part(name_of_model)) if name_of_model else "an unnamed model"
-    yield f"# Activations of {shown_model}"
+    model_in_words = _code(_last_part(name_of_model)) if name_of_model else "an unnamed model"
+    yield f"# Activations of {model_in_words}"
     yield "## Model"
     yield " ".join(_model_sentences(dataset))
     yield "## Data"
@@ -183,10 +183,10 @@ def _model_sentences(dataset: ActivationDataset) -> Iterator[str]:
         autoencoder_path for _, autoencoder_path in recorded_flags.get("encode") or ()
     ]
     if autoencoder_paths:
-        autoencoder_names = ", ".join(
+        autoencoders_in_words = ", ".join(
             _code(_public_name(autoencoder_path)) for autoencoder_path in autoencoder_paths
         )
-        yield f"Autoencoders: {autoencoder_names}."
+        yield f"Autoencoders: {autoencoders_in_words}."
     if dataset.identity.dtype:
         yield f"Computed in {_code(dataset.identity.dtype)}."
 
@@ -212,8 +212,8 @@ def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
         yield f"A mixture of {', '.join(source_phrases)}."
     elif identity.data == DATA_FROM_FILES:
         data_path = str(recorded_flags.get("dataset_path") or DATA_FROM_FILES)
-        shown_path = data_path if data_path.startswith("hf://") else _last_part(data_path)
-        yield f"Files: {_code(shown_path)}."
+        data_path_in_card = data_path if data_path.startswith("hf://") else _last_part(data_path)
+        yield f"Files: {_code(data_path_in_card)}."
     else:
         yield f"{_code(identity.data)} at commit {_code(identity.data_revision)}."
     max_tokens_in_words = f"{identity.text.max_seq_length:,}"
@@ -255,10 +255,10 @@ def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
         hook_name: The name of the hook.
     """
     dtype_name = dataset.dtypes[hook_name].name
-    hook_values = dataset.shards.hooks[hook_name]
-    if not hook_values.is_array:
+    hook_format = dataset.shards.hooks[hook_name]
+    if not hook_format.is_array:
         return f"codes: the values of active features, {dtype_name}"
-    if hook_values.is_float8:
+    if hook_format.is_float8:
         return f"float8 (e4m3), read as {dtype_name}"
     return dtype_name
 

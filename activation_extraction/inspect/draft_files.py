@@ -1,9 +1,10 @@
-"""Writes the files from which speculators and SpecForge train draft models (EAGLE-3, DFlash).
+"""Writes files from which the libraries speculators and SpecForge train draft models.
 
-The files contain whole samples, with a loss mask, the residual streams of some layers, and the last
-hidden state. The two trainers number the same tensors differently. If the blocks (decoder layers)
-of a model are counted from 0, the residual stream after block k has the number k + 1 for
-speculators, as in `hidden_states` of transformers, and the number k for SpecForge.
+Draft models are of the kinds EAGLE-3 and DFlash. The files contain whole samples, with a loss mask,
+the residual streams of some layers, and the last hidden state. The two libraries number the same
+tensors differently. If the blocks (decoder layers) of a model are counted from 0, the residual
+stream after block k has the number k + 1 in speculators, as in `hidden_states` of the library
+transformers, and the number k in SpecForge.
 """
 
 import io
@@ -42,7 +43,7 @@ TRAINED_ROLES = [ROLES.index(role) for role in ("assistant", "thinking")]
 STREAM_GLOBS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
 FINAL_NORM_HOOK = "ln_final.hook_out"
 SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
-# Name of the tensor with the scales of float8 hidden states in speculators' files.
+# Name of the tensor with the scales of float8 hidden states in files for the library speculators.
 SCALES = "hidden_states_scales"
 # Smallest scale, so that a token whose values are all zero causes no division by 0.
 SMALLEST_SCALE = 1e-12
@@ -137,9 +138,9 @@ def _loss_mask(
 
 
 def last_stream_hook(block_count: int) -> str:
-    """Returns the name of the hook whose values speculators reads as the last hidden state.
+    """Returns the name of the hook for the last hidden state in files for the library speculators.
 
-    It is the output of the last block, before the final norm.
+    The values at this hook are the output of the last block, before the final norm.
 
     Args:
         block_count: Number of blocks of the model.
@@ -148,7 +149,7 @@ def last_stream_hook(block_count: int) -> str:
 
 
 def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the hooks that are residual streams, by the number of the stream in transformers.
+    """Returns the hooks that are residual streams, by their number in the library transformers.
 
     Args:
         hooks: The names of hooks. Hooks of other tensors are ignored.
@@ -168,7 +169,7 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
-    """Returns the number of samples without tokens in words. An export leaves these samples out.
+    """Describes how many samples have no tokens and are therefore left out of the export.
 
     Returns:
         A tuple with one phrase, such as "3 samples without tokens". An empty tuple if all samples
@@ -198,7 +199,7 @@ class DraftFormat(ExportFormat):
 
 
 class SpeculatorsFormat(DraftFormat):
-    """The token ids and the hidden states from which speculators 0.9 trains draft models.
+    """The files from which the library speculators, version 0.9, trains draft models.
 
     Arrow files contain a row with the token ids and the loss mask of each sample. The file
     hidden_states/hs_i.safetensors belongs to row i of the Arrow files. Its tensor
@@ -206,9 +207,9 @@ class SpeculatorsFormat(DraftFormat):
     block, before the final norm.
 
     If hidden states are stored as float8 (e4m3), the tensor `hidden_states_scales` contains a
-    float32 scale for each token over all layers, (tokens, 1, 1). As in hs_connectors 0.9, with
-    which speculators reads the files, a hidden state is the float8 value times the scale, and the
-    largest magnitude of a token becomes the largest float8 value.
+    float32 scale for each token over all layers, (tokens, 1, 1). As in the library hs_connectors
+    0.9, with which speculators reads the files, a hidden state is the float8 value times the scale,
+    and the largest magnitude of a token becomes the largest float8 value.
 
     Args:
         export_dtype: "float8" to store hidden states as float8. None to store them as float8 if the
@@ -294,8 +295,10 @@ class SpeculatorsFormat(DraftFormat):
         arrow_folder.finalize()
         return Exported(written_token_count, _empty_samples_in_words(dataset))
 
-    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the lines of the shell command with which speculators trains on the files.
+    def usage_lines(
+        self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]
+    ) -> list[str]:
+        """Returns the lines of the shell command that trains a draft model with speculators.
 
         Args:
             folder: The path of the exported folder.
@@ -332,7 +335,7 @@ def quantize_tokens(hidden_states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class SpecForgeFormat(DraftFormat):
-    """The files from which SpecForge trains EAGLE-3 draft models offline.
+    """The files from which the library SpecForge trains EAGLE-3 draft models offline.
 
     Each sample has a file. Its tensor `aux_hidden_state` contains the concatenated residual streams
     of three layers, (1, tokens, 3 * width). `hidden_state` contains the output of the final norm,
@@ -390,11 +393,9 @@ class SpecForgeFormat(DraftFormat):
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
-            first_sample_of_folder = sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
-            subfolder = (
-                folder
-                / f"rows_{first_sample_of_folder}-{first_sample_of_folder + SAMPLES_PER_FOLDER}"
-            )
+            first_index_in_subfolder = sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
+            stop_index_in_subfolder = first_index_in_subfolder + SAMPLES_PER_FOLDER
+            subfolder = folder / f"rows_{first_index_in_subfolder}-{stop_index_in_subfolder}"
             subfolder.mkdir(exist_ok=True)
             residual_streams = [
                 values_by_hook[hook_name] for hook_name in hook_name_by_stream_number.values()
@@ -414,7 +415,9 @@ class SpecForgeFormat(DraftFormat):
             written_token_count += len(token_ids)
         return Exported(written_token_count, _empty_samples_in_words(dataset))
 
-    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+    def usage_lines(
+        self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]
+    ) -> list[str]:
         """Returns the lines of shell commands that configure SpecForge and train a draft model.
 
         Args:

@@ -45,7 +45,7 @@ CHUNK_BYTES = 256 * 2**20
 # somebody else stored may contain any text as the name of a hook, such as "../x".
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
 # A function that takes the content of metadata.json. It returns a `RunText`, whose functions decode
-# token ids, and read the text of the run's samples again.
+# token ids, and read samples from the data set again.
 LoadText = Callable[[dict[str, Any]], RunText]
 
 
@@ -88,8 +88,9 @@ def export(
         export_format: The format of the files.
         target_folder: The path of the new folder, which must not exist.
         patterns: Names or globs of the hooks to export. None for all hooks that the format accepts.
-        load_text: The function that takes the content of metadata.json and loads the text of the
-            run. None if the format needs no text.
+        load_text: The function that takes the content of metadata.json, and returns the functions
+            with which the export gets the text of the run's samples. None if the format needs no
+            text.
 
     Raises:
         InputError: If the run cannot be exported in this format, a package is missing, or the
@@ -108,7 +109,7 @@ def export(
     log_by_folder = read_folders(root)
     finished_dataset = _finished_run(root, log_by_folder)
     try:
-        chosen_hooks = finished_dataset.hooks.chosen(finished_dataset.url, patterns)
+        chosen_hook_names = finished_dataset.hooks.chosen(finished_dataset.url, patterns)
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
     if export_format.needs_every_token and not finished_dataset.identity.every_token:
@@ -116,7 +117,7 @@ def export(
             f"{flag_and_format}: {finished_dataset.url} stores only some of its tokens; expected "
             "all of them, which a run without --positions, --roles and --drop_token_ids stores"
         )
-    exported_hook_names = export_format.choose_hooks(finished_dataset, chosen_hooks)
+    exported_hook_names = export_format.choose_hooks(finished_dataset, chosen_hook_names)
     for hook_name in exported_hook_names:
         if not FOLDER_NAME.fullmatch(hook_name):
             raise InputError(f"{flag_and_format}: hook {hook_name!r:.80} cannot name a folder")
@@ -136,6 +137,7 @@ def export(
         finished_dataset, exported_hook_names, tokens_per_chunk, export_format.sample_column_names
     )
     if export_format.needs_text:
+        assert load_text is not None  # all callers pass it if the format needs text
         run_text = _load_text(finished_dataset, flag_and_format, load_text)
         token_chunks = with_texts(token_chunks, root, log_by_folder, finished_dataset, run_text)
     # In addition to the activations, the files contain token ids, masks and scales. They need up to
@@ -157,18 +159,18 @@ def export(
         f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
     if num_omitted_tokens := finished_dataset.tokens - export_result.num_tokens:
-        left_out_place_in_words = (
+        place_of_left_out_tokens_in_words = (
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )
         say(
             f"left out: {counted(num_omitted_tokens, 'token')}, too few for a row of "
             f"{tokens_per_row}"
-            f"{left_out_place_in_words}"
+            f"{place_of_left_out_tokens_in_words}"
         )
     for omission_in_words in export_result.omissions:
         say(f"left out: {omission_in_words}")
     say("read it with:")
-    for instruction_line in export_format.read_with(
+    for instruction_line in export_format.usage_lines(
         target_folder, finished_dataset, exported_hook_names
     ):
         say(f"  {instruction_line}")
@@ -199,19 +201,22 @@ def _finished_run(root: Folder, log_by_folder: dict[str, RunLog]) -> ActivationD
         raise RunError(one_line(error)) from error
 
 
-def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText | None) -> RunText:
-    """Loads the text of a run.
+def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText) -> RunText:
+    """Returns the functions with which an export gets the text of a run's samples.
 
     Args:
         dataset: The run.
         flag: The flag --export with its value, for the message.
-        load_text: The function that takes the content of metadata.json and loads the text. None if
-            the caller provides no such function.
+        load_text: The function that takes the content of metadata.json and returns these functions.
+
+    Returns:
+        A function that decodes token ids and, unless the run stores all tokens, a function that
+        reads samples from the data set again.
 
     Raises:
-        InputError: If another program has stored the run. `load_text` may raise it, too.
+        InputError: If another program has stored the run, so that it has no data set to read again.
+            `load_text` may raise InputError, too.
     """
-    assert load_text is not None
     if not dataset.identity.from_dataset:
         reason_in_words = "records no data set, because another program stored it"
         raise InputError(f"{flag}: {dataset.url} {reason_in_words}")

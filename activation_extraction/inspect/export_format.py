@@ -138,8 +138,10 @@ class ExportFormat(ABC):
         """
 
     @abstractmethod
-    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns lines of Python or shell that open the files in the program of this format.
+    def usage_lines(
+        self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]
+    ) -> list[str]:
+        """Returns lines of Python or shell that open the files with the library of this format.
 
         Args:
             folder: The folder of the export.

@@ -1,9 +1,9 @@
 """Reads hidden states that other programs have stored to train draft models, for --verify.
 
-Two kinds of folders are read. A folder of the program speculators contains a data set and the files
+Two kinds of folders are read. A folder of the library speculators contains a data set and the files
 `hidden_states/hs_I.safetensors`, of which file I belongs to row I of the data set. A folder of the
-program SpecForge contains the files `rows_A-B/data_I.ckpt`, perhaps compressed (`.ckpt.gz`). The
-docstring of draft_files.py describes how the two programs number layers. The files do not contain
+library SpecForge contains the files `rows_A-B/data_I.ckpt`, perhaps compressed (`.ckpt.gz`). The
+docstring of draft_files.py describes how the two libraries number layers. The files do not contain
 these numbers. verify_states.py compares the hidden states with a model.
 
 The files may come from strangers, so no pickled code is run.
@@ -86,7 +86,9 @@ class StoredRow:
         return self.states_of_layers[0].shape[1]
 
     def states(self, layer: int) -> np.ndarray:
-        """Returns the decoded hidden states of a layer, float32 (states, width).
+        """Returns the hidden states of a layer, decoded to float32 (states, width).
+
+        There is a state for each token of the sample, unless the file is wrong.
 
         Args:
             layer: Index of the layer in `states_of_layers`.
@@ -204,7 +206,7 @@ class StatesFolder(ABC):
 
 
 class SpeculatorsFolder(StatesFolder):
-    """A folder from which speculators trains draft models.
+    """A folder from which the library speculators trains draft models.
 
     The tensor `hidden_states` of a file has the shape (tokens, layers, width), and `token_ids` has
     the shape (tokens,). If the states are float8 (e4m3), the tensor `hidden_states_scales`, float32
@@ -228,13 +230,13 @@ class SpeculatorsFolder(StatesFolder):
             raise RunError(f"{file_path}: token_ids is {_described(token_ids)}, expected (tokens,)")
         token_scales = tensors_by_name.get(SCALES)
         if (token_scales is not None) != (hidden_states.dtype == VALUE_DTYPE):
-            with_or_without = "without" if token_scales is None else "with"
-            raise RunError(f"{file_path}: holds {hidden_states.dtype} {with_or_without} {SCALES}")
+            scales_in_words = f"without {SCALES}" if token_scales is None else f"with {SCALES}"
+            raise RunError(f"{file_path}: holds {hidden_states.dtype} {scales_in_words}")
         if token_scales is not None:
             if token_scales.shape != (len(hidden_states), 1, 1):
-                expected_shape = f"expected ({len(hidden_states)}, 1, 1)"
                 raise RunError(
-                    f"{file_path}: {SCALES} is {_described(token_scales)}, {expected_shape}"
+                    f"{file_path}: {SCALES} is {_described(token_scales)}, expected "
+                    f"({len(hidden_states)}, 1, 1)"
                 )
             token_scales = token_scales.astype(np.float32)[:, 0]
         states_of_layers = [
@@ -250,13 +252,13 @@ class SpeculatorsFolder(StatesFolder):
         """
         import pyarrow
 
-        state_file = self.path / "state.json"
-        if not state_file.exists():
+        state_path = self.path / "state.json"
+        if not state_path.exists():
             return None
         try:
             arrow_file_names = [
                 data_file["filename"]
-                for data_file in json.loads(state_file.read_text())["_data_files"]
+                for data_file in json.loads(state_path.read_text())["_data_files"]
             ]
             token_id_tables = []
             for arrow_file_name in arrow_file_names:
@@ -267,7 +269,7 @@ class SpeculatorsFolder(StatesFolder):
             return pyarrow.concat_tables(token_id_tables)["input_ids"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"{state_file}: its data set cannot be read: {one_line(error)}"
+                f"{state_path}: its data set cannot be read: {one_line(error)}"
             ) from error
 
     def data_set_ids(self, number: int) -> np.ndarray | None:
@@ -293,7 +295,7 @@ class SpeculatorsFolder(StatesFolder):
 
 
 class SpecForgeFolder(StatesFolder):
-    """A folder from which SpecForge trains EAGLE-3 draft models.
+    """A folder from which the library SpecForge trains EAGLE-3 draft models.
 
     The tensor `aux_hidden_state` of a file has the shape (1, tokens, layers * width), and
     `hidden_state`, the last layer, has the shape (1, tokens, width). `input_ids` and `loss_mask`
@@ -358,12 +360,14 @@ def find_states_folder(path: Path) -> StatesFolder | None:
     Raises:
         InputError: If two files belong to the same row.
     """
-    speculators_files = _numbered(path / "hidden_states", "*.safetensors", SPECULATORS_FILE)
-    if speculators_files:
-        return SpeculatorsFolder(path, speculators_files)
-    specforge_files = _numbered(path, "rows_*/data_*", SPECFORGE_FILE)
-    if specforge_files:
-        return SpecForgeFolder(path, specforge_files)
+    speculators_path_by_row_number = _numbered(
+        path / "hidden_states", "*.safetensors", SPECULATORS_FILE
+    )
+    if speculators_path_by_row_number:
+        return SpeculatorsFolder(path, speculators_path_by_row_number)
+    specforge_path_by_row_number = _numbered(path, "rows_*/data_*", SPECFORGE_FILE)
+    if specforge_path_by_row_number:
+        return SpecForgeFolder(path, specforge_path_by_row_number)
     return None
 
 
@@ -490,8 +494,10 @@ def _check_states(path: Path, name: str, states: np.ndarray, axes: Sequence[str]
     if states.ndim != len(axes) or 0 in states.shape[1:]:
         raise RunError(f"{path}: {name} is {_described(states)}, expected ({', '.join(axes)})")
     if states.dtype.name not in DTYPES:
-        accepted_dtypes = ", ".join(DTYPES)
-        raise RunError(f"{path}: {name} is {_described(states)}, expected one of {accepted_dtypes}")
+        accepted_dtypes_in_words = ", ".join(DTYPES)
+        raise RunError(
+            f"{path}: {name} is {_described(states)}, expected one of {accepted_dtypes_in_words}"
+        )
 
 
 def _described(array: np.ndarray) -> str:

@@ -197,8 +197,10 @@ class DelphiFormat(ExportFormat):
         ]
         return Exported(token_ids_of_rows.size, tuple(omissions_in_words))
 
-    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the lines of the Python expression with which delphi opens the files.
+    def usage_lines(
+        self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]
+    ) -> list[str]:
+        """Returns the lines of the Python expression with which the library delphi opens the files.
 
         Args:
             folder: The path of the exported folder.

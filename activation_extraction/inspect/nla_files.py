@@ -208,8 +208,10 @@ class NlaFormat(ExportFormat):
         (folder / f"{FILE_NAME}.nla_meta.yaml").write_text(yaml_text)
         return Exported(written_row_count)
 
-    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the lines of the shell command with which nla reads the exported file.
+    def usage_lines(
+        self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]
+    ) -> list[str]:
+        """Returns the lines of the shell command with which the package nla reads the export.
 
         Args:
             folder: The folder of the export.

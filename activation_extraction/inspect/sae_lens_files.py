@@ -78,7 +78,9 @@ class SaeLensFormat(ExportFormat):
             arrow_folder.finalize()
         return Exported(written_token_count)
 
-    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+    def usage_lines(
+        self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]
+    ) -> list[str]:
         """Returns the lines of the Python call that makes SAELens train on the first hook.
 
         Args:
