@@ -438,8 +438,8 @@ def _cells_by_title(host: HostState) -> dict[str, str]:
     waited_in_words = ""
     waited_seconds = sum(host.waited.values())
     if waited_seconds >= 1:
-        longest_phase = max(host.waited, key=lambda phase: host.waited[phase])
-        waited_in_words = f"{_duration_in_words(waited_seconds)} ({longest_phase})"
+        phase_with_longest_wait = max(host.waited, key=lambda phase: host.waited[phase])
+        waited_in_words = f"{_duration_in_words(waited_seconds)} ({phase_with_longest_wait})"
 
     def cell(number: float | None, in_words: Callable[[float], str]) -> str:
         return "" if number is None else in_words(number)

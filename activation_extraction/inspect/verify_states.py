@@ -418,20 +418,22 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_of_layers)}"
     if not hook.is_certain:
         return f"{layer_in_words}: no row matches a hook"
-    # How well each file that is right at this layer matches the states at the hook.
-    matches_of_right_files: list[HookMatch] = []
+    # A match with the states at the hook for each file whose layer contains these states.
+    matches_of_correct_files: list[HookMatch] = []
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
-            matches_of_right_files.append(row_check.matches_of_layers[layer][hook.name, 0])
-    right_rows_in_words = f"right in {len(matches_of_right_files)} of {counted(len(checks), 'row')}"
-    if not matches_of_right_files:
-        return f"{layer_in_words}: {hook.name}, {right_rows_in_words}"
+            matches_of_correct_files.append(row_check.matches_of_layers[layer][hook.name, 0])
+    correct_rows_in_words = (
+        f"right in {len(matches_of_correct_files)} of {counted(len(checks), 'row')}"
+    )
+    if not matches_of_correct_files:
+        return f"{layer_in_words}: {hook.name}, {correct_rows_in_words}"
     largest_error_in_words = _percent(
-        max(hook_match.row_error for hook_match in matches_of_right_files)
+        max(hook_match.row_error for hook_match in matches_of_correct_files)
     )
     at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
     num_tokens_with_other_experts = sum(
-        hook_match.num_tokens_with_other_experts for hook_match in matches_of_right_files
+        hook_match.num_tokens_with_other_experts for hook_match in matches_of_correct_files
     )
     omission_in_words = ""
     if num_tokens_with_other_experts:
@@ -440,7 +442,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
             "experts)"
         )
     error_in_words = f"error {at_most_words}{largest_error_in_words}{omission_in_words}"
-    return f"{layer_in_words}: {hook.name}, {right_rows_in_words}, {error_in_words}"
+    return f"{layer_in_words}: {hook.name}, {correct_rows_in_words}, {error_in_words}"
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
