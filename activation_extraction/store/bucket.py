@@ -199,7 +199,7 @@ class Bucket:
     def _key(self, name: str) -> str:
         return f"{self._key_prefix}/{name}" if self._key_prefix else name
 
-    def _store(self, transfer_bytes: int, may_retry: bool = True) -> Any:
+    def _store(self, num_transfer_bytes: int, may_retry: bool = True) -> Any:
         """Returns an obstore client whose timeout suits requests of a certain size.
 
         obstore counts a timeout from the beginning of the request, and cannot tell a slow line from
@@ -209,14 +209,14 @@ class Bucket:
         timeout needs a client of its own. sending.py gives up a write before its timeout.
 
         Args:
-            transfer_bytes: Number of bytes that a request transfers.
+            num_transfer_bytes: Number of bytes that a request transfers.
             may_retry: Whether obstore may repeat a request that fails.
 
         Raises:
             FolderError: If the settings for the store cannot be used.
         """
         timeout_seconds = self._patience_seconds * math.ceil(
-            1 + transfer_bytes / MIN_BYTES_PER_SECOND / self._patience_seconds
+            1 + num_transfer_bytes / MIN_BYTES_PER_SECOND / self._patience_seconds
         )
         max_retries = RETRIES if may_retry else 0
         try:

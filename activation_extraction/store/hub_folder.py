@@ -190,14 +190,14 @@ class HubFolder:
                 hf_raise_for_status(file_response)
             except EntryNotFoundError:
                 return None
-            response_bytes = int(file_response.headers.get("Content-Length", 0))
+            num_response_bytes = int(file_response.headers.get("Content-Length", 0))
             if byte_range is None:
-                check_size(response_bytes, max_bytes)
+                check_size(num_response_bytes, max_bytes)
                 return file_response.read(), None
             if file_response.status_code == 206:
                 return file_response.read(), None
             # The server has ignored the header Range, and sends the whole file.
-            check_size(response_bytes, MAX_BYTES_WITHOUT_RANGES)
+            check_size(num_response_bytes, MAX_BYTES_WITHOUT_RANGES)
             return file_response.read()[start_byte:stop_byte], None
 
     def write(self, name: str, *_: Any) -> NoReturn:

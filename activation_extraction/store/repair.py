@@ -21,9 +21,9 @@ repair writes its id into metadata.json, and then reads the log, before it chang
   again from the furthest mark before which no sample is missing. It is read up to the last sample
   that a good shard contains or that comes before the mark of a good shard; if the run was complete,
   up to its last sample. Every sample in between that no good shard contains is stored under the
-  numbers of the gaps, in order.
-  The last gap is filled last. If the samples do not fit in the gaps, shards with new numbers are
-  stored before the last gap is filled. Later samples are left to the run that continues.
+  numbers of the gaps, in order. The last gap is filled last. If the samples do not fit in the gaps,
+  shards with new numbers are stored before the last gap is filled. Later samples are left to the
+  run that continues.
 - *Open gaps.* As long as a gap is open, no process can continue the run. A repair that was killed
   is finished by the next repair. All shards of a repair get the mark at which the repair began,
   because all samples before a mark must be stored.
