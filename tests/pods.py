@@ -144,7 +144,7 @@ def rounding_of_run(folder, model_folder):
     facts = json.loads((folder / "metadata.json").read_text())["hooks"]
     names = {hook["name"]: hook["key"] for hook in facts}
     ids = [record["token_ids"] for record in records_of(folder)[facts[0]["key"]]]
-    batch = next(pack(samples_of(ids), rows=16, length=max(map(len, ids))))
+    batch = next(pack(samples_of(ids), rows_per_batch=16, tokens_per_row=max(map(len, ids))))
     config = read_model_config(model_folder / "config.json")
     hooks = [h for h in every_hook(config) if h.name in names or h.name.endswith(INDICES)]
     model = create_model_with_hooks(config, hooks)

@@ -64,14 +64,14 @@ def test_the_stream_of_rows_is_full_and_does_not_depend_on_how_many_a_batch_has(
 
 
 def test_samples_without_tokens_do_not_wait_for_a_row_for_ever(small_groups):
-    many = pack(make_samples([0] * 100), rows=2, length=32)
+    many = pack(make_samples([0] * 100), rows_per_batch=2, tokens_per_row=32)
     assert [(len(batch.samples), batch.num_tokens) for batch in many] == [(40, 0), (40, 0), (20, 0)]
 
 
 def test_only_kept_tokens_are_marked():
     first, second = make_samples([5, 4])
     second = replace(second, kept_positions_or_none=np.array([1, 3], np.int32))
-    (batch,) = pack([first, second], rows=2, length=8)
+    (batch,) = pack([first, second], rows_per_batch=2, tokens_per_row=8)
     assert batch.kept_mask.tolist() == [
         [True] * 5 + [False] * 3,
         [False, True, False, True] + 4 * [0],

@@ -30,15 +30,15 @@ RECORD_IDS = 3
 ARRAYS = {"ids": "indices", "values": "data", "offsets": "indptr", "error": "error", "norm": "norm"}
 
 
-def record_width(features: int) -> int:
+def record_width(num_features: int) -> int:
     """Returns the number of int32 numbers in a record, which contains the codes of one token.
 
     The docstring of this module explains records.
 
     Args:
-        features: K, the number of features for which the record has room.
+        num_features: K, the number of features for which the record has room.
     """
-    return RECORD_IDS + 2 * features
+    return RECORD_IDS + 2 * num_features
 
 
 def value_dtype(activation_dtype: Any) -> np.dtype:
@@ -51,17 +51,17 @@ def value_dtype(activation_dtype: Any) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
 
 
-def code_bytes(features: int, activation_dtype: Any) -> int:
+def code_bytes(num_features: int, activation_dtype: Any) -> int:
     """Returns the bytes that the codes of a token take in a file.
 
     A token takes 8 bytes for the index of its first entry, and 4 bytes each for its error and its
     norm. A feature takes 4 bytes for its id, and the bytes of its value.
 
     Args:
-        features: The number of features that the file contains for the token.
+        num_features: The number of features that the file contains for the token.
         activation_dtype: The dtype of the run's activations, or `encodings.FLOAT8`.
     """
-    return 8 + 4 + 4 + features * (4 + value_dtype(activation_dtype).itemsize)
+    return 8 + 4 + 4 + num_features * (4 + value_dtype(activation_dtype).itemsize)
 
 
 @dataclass(frozen=True, eq=False)

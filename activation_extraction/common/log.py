@@ -20,20 +20,22 @@ LIBRARIES = ("datasets", "huggingface_hub", "transformers")
 activity_by_thread_id: dict[int, str] = {}
 
 
-def start_logging(verbose: bool, machine: int, host: int | None) -> None:
+def start_logging(verbose: bool, machine_number: int, host_number: int | None) -> None:
     """Sets up the log, and filters the messages that libraries log.
 
     Each event becomes one line on stderr, above the progress bar if there is one.
 
     Args:
         verbose: Whether to log debug messages as well.
-        machine: The number of the machine, for the beginning of each line.
-        host: The number of the host, for the beginning of each line. None if it is unknown. Hosts
-            other than host 0 log only warnings and errors unless `verbose` is true.
+        machine_number: The number of the machine, for the beginning of each line.
+        host_number: The number of the host, for the beginning of each line. None if it is unknown.
+            Hosts other than host 0 log only warnings and errors unless `verbose` is true.
     """
     log_handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
-    host_number = "?" if host is None else host
-    line_format = f"%(asctime)s %(levelname)s machine {machine} host {host_number}: %(message)s"
+    host_in_words = "?" if host_number is None else host_number
+    line_format = (
+        f"%(asctime)s %(levelname)s machine {machine_number} host {host_in_words}: %(message)s"
+    )
     log_handler.setFormatter(VisibleFormatter(line_format, "%Y-%m-%d %H:%M:%S"))
     log.handlers = [log_handler]
     log.propagate = False
@@ -50,7 +52,7 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     if verbose:
         log.setLevel(logging.DEBUG)
     else:
-        log.setLevel(logging.WARNING if host else logging.INFO)
+        log.setLevel(logging.WARNING if host_number else logging.INFO)
 
 
 def on_terminal() -> bool:

@@ -191,21 +191,21 @@ def check_output(config: Config, host: Host) -> RunFolders:
     return run_folders
 
 
-def check_free_disk(folder: Path, gigabytes: float) -> None:
+def check_free_disk(folder: Path, min_free_gigabytes: float) -> None:
     """Checks that a disk has enough free space.
 
     Args:
         folder: A folder on the disk, which need not exist yet.
-        gigabytes: The space that must be free, in GB (10^9 bytes).
+        min_free_gigabytes: The space that must be free, in GB (10^9 bytes).
 
     Raises:
         InputError: If there is too little free space.
     """
     free_gigabytes = shutil.disk_usage(nearest(folder)).free / 1e9
-    if free_gigabytes < gigabytes:
+    if free_gigabytes < min_free_gigabytes:
         raise InputError(
             f"--output_dir {folder}: its disk has {free_gigabytes:.1f} GB free, --min_free_gb asks "
-            f"for {gigabytes:g}; make room, or choose another disk"
+            f"for {min_free_gigabytes:g}; make room, or choose another disk"
         )
 
 

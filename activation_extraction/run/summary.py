@@ -196,7 +196,7 @@ def _shortfall_message(run: Run) -> str:
     return f"the data{host_in_words} ended after {' and '.join(shortfalls_in_words)}"
 
 
-def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
+def _time_line(run: Run, clock: Clock, num_new_tokens: int) -> str:
     """Returns a line with the speed of this process and the seconds for which it waited.
 
     The waits are for data, for the computation, for copies from the devices, and for storing.
@@ -204,7 +204,7 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
     Args:
         run: The run.
         clock: The clock that has measured the time of each activity.
-        new_tokens: The number of tokens that this process has stored.
+        num_new_tokens: The number of tokens that this process has stored.
     """
     elapsed_seconds = clock.elapsed
     token_unit = (
@@ -218,22 +218,22 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
         for storage_phase, waited_seconds in run.storage.waited.items()
     )
     return (
-        f"time: {elapsed_seconds:.1f} s, {new_tokens / elapsed_seconds:,.0f} {token_unit}/s; "
+        f"time: {elapsed_seconds:.1f} s, {num_new_tokens / elapsed_seconds:,.0f} {token_unit}/s; "
         f"waiting for {times_in_words} s; of store, until there was room in memory "
         f"(--waiting_shards_gb): {waits_in_words} s"
     )
 
 
-def how_to_continue(hosts: int, overwrite: bool) -> str:
+def how_to_continue(num_hosts: int, overwrite: bool) -> str:
     """Returns the sentence that tells the user how to continue a run that failed.
 
     Args:
-        hosts: The number of hosts.
+        num_hosts: The number of hosts.
         overwrite: Whether --overwrite is set. If so, the advice is to omit this flag, because it
             would delete the stored shards.
     """
     advice_in_words = "run the same command again"
-    if hosts > 1:
+    if num_hosts > 1:
         advice_in_words = "start all hosts again with the same command"
     return f"to continue, {advice_in_words}{' without --overwrite' if overwrite else ''}"
 

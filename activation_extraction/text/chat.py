@@ -125,22 +125,22 @@ class MessagesColumn:
         return self.template.content(converted_messages, tool_definitions or None)
 
 
-def _decoded_json(column: Any) -> Any:
+def _decoded_json(value: Any) -> Any:
     """Decodes messages or tools, which some data sets store as JSON text.
 
     Args:
-        column: The value of a column.
+        value: The value of a column in one row.
 
     Returns:
-        The decoded value if the column contains JSON text, and None if it contains an empty text.
-        Any other value is returned unchanged, including text that is not JSON.
+        The decoded value if `value` is JSON text, and None if it is an empty text. Any other value
+        is returned unchanged, including text that is not JSON.
     """
-    if isinstance(column, str) and column.strip():
+    if isinstance(value, str) and value.strip():
         try:
-            return json.loads(column)
+            return json.loads(value)
         except (ValueError, RecursionError):
-            return column
-    return None if column == "" else column
+            return value
+    return None if value == "" else value
 
 
 def _converted_message(row_message: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class ChatTemplate:
             arguments: Values of --chat_template_args by name.
 
         Raises:
-            InputError: If there is no template, or if the templates do not use an argument.
+            InputError: If there is no template, or if no template uses an argument.
         """
         if not sources:
             raise InputError(f"{origin}: has no chat template; give one with --chat_template FILE")
@@ -324,7 +324,7 @@ class ChatTemplate:
     def _checked_template(
         cls, tokenizer: Any, sources: Mapping[str, str], origin: str, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
-        """Returns a ChatTemplate after checking that its templates use all arguments.
+        """Returns a ChatTemplate, after checking that its templates can use the arguments.
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
@@ -333,7 +333,8 @@ class ChatTemplate:
             arguments: Values of --chat_template_args by name.
 
         Raises:
-            InputError: If an argument is reserved for transformers, or if no template mentions it.
+            InputError: If an argument is reserved for transformers, or if none of the templates
+                mentions it. add_generation_prompt need not be mentioned.
         """
         parameter_names = {"messages", *tokenizer.apply_chat_template.__annotations__}
         for argument_name in arguments:
@@ -425,8 +426,8 @@ class ChatTemplate:
                 message contains <|im_end|>.
         """
         if self.has_roles:
-            error_message_pattern = "its text contains {}, which would end a turn"
-            refuse_markers([messages, tools], (START, END), error_message_pattern)
+            error_message_format = "its text contains {}, which would end a turn"
+            refuse_markers([messages, tools], (START, END), error_message_format)
         if self.marks_thinking:
             self._refuse_marked_thinking(messages)
         rendered_text = self._rendered_text(messages, tools)
@@ -456,11 +457,11 @@ class ChatTemplate:
             UnusableRowError: If a message has the key `reasoning_content`, and its thinking or its
                 content contains <think> or </think>.
         """
-        error_message_pattern = "a message has its thinking apart, and {} in its text"
+        error_message_format = "a message has its thinking apart, and {} in its text"
         for message in messages:
             if message.get("reasoning_content"):
                 thinking_and_content = [message["reasoning_content"], message.get("content")]
-                refuse_markers(thinking_and_content, (THINK, END_THINK), error_message_pattern)
+                refuse_markers(thinking_and_content, (THINK, END_THINK), error_message_format)
 
     def _rendered_text(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
         """Returns the rendered text of a conversation.

@@ -1,12 +1,12 @@
 """Reads the documents of a worker, which are the rows with content in its share of the data.
 
-The rows come from one or several data sets, in a fixed order. A state is a place in this order, as
-a JSON object that marks store (`Mark.stream`), so that a run can continue there. Reading starts
-from a state, and yields each row together with the state after the row. A row without content has
-no document. A row that cannot be used, for example because it is not JSON or lacks a column, is
-skipped or ends the run with a message that names its position. Rows without a document are yielded
-as well, because samples.py counts them. sources.py opens the data sets, and rows.py reads their
-rows.
+The rows come from one or several data sets, in a fixed order. A state is a place in this order. It
+is a JSON object, which each `Mark` contains as `Mark.stream`, so that a run can continue there.
+Reading starts from a state, and yields each row together with the state after the row. A row
+without content has no document. A row that cannot be used, for example because it is not JSON or
+lacks a column, is skipped or ends the run with a message that names its position. Rows without a
+document are yielded as well, because samples.py counts them. sources.py opens the data sets, and
+rows.py reads their rows.
 """
 
 import logging
@@ -87,7 +87,7 @@ class RowCounts(NamedTuple):
         empty: Number of rows without a single token.
     """
 
-    # The names of the fields are also keys in the states that marks store.
+    # These names are also keys in the states, which are stored in `Mark.stream`.
     skipped: int = 0
     empty: int = 0
 
@@ -153,14 +153,14 @@ class Documents(Protocol):
     Attributes:
         worker: Worker that reads the documents.
         skip_bad_rows: Whether rows that cannot be used are skipped. Otherwise they end the run.
-        beginning: State before the first row, a JSON object from which `read` can start.
     """
 
     worker: Worker
     skip_bad_rows: bool
 
     @property
-    def beginning(self) -> dict[str, Any]: ...
+    def beginning(self) -> dict[str, Any]:
+        """The state before the first row, a JSON object from which `read` can start."""
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
         """Reads the rows of the worker from a place in the data to the end.
@@ -217,40 +217,44 @@ class DocumentStream:
         self.worker = worker or Worker()
         self.skip_bad_rows = skip_bad_rows
         self._dataset = dataset
-        # The workers that share the same partitions take turns. Row number n of these partitions
-        # belongs to this worker if n % _num_sharing_workers == _index_among_sharing_workers.
-        self._index_among_sharing_workers = 0
-        self._num_sharing_workers = 1
+        # The workers that read the same partitions take turns. Row number n of these partitions
+        # belongs to this worker if
+        # n % _num_workers_of_partitions == _index_among_workers_of_partitions.
+        self._index_among_workers_of_partitions = 0
+        self._num_workers_of_partitions = 1
         # The subset of partitions that the worker reads, such as "0 of 2": its number, counted from
         # 0, and the number of subsets. "" if the worker reads all partitions.
         self._name_of_partition_subset = ""
         self._take_share(self.worker.machine_number, self.worker.num_machines)
         self._take_share(self.worker.host_number, self.worker.num_hosts)
-        self._rows_in_order: Rows | ShuffledRows = self._dataset
+        self._row_stream: Rows | ShuffledRows = self._dataset
         if shuffle is not None:
-            self._rows_in_order = ShuffledRows(self._dataset, shuffle)
+            self._row_stream = ShuffledRows(self._dataset, shuffle)
         self._row_schema = schema
         self._on_last_row_of_file = on_last_row_of_file
-        self._source_in_stored_position = {} if source is None else {"source": source}
+        # The key and value in the stored position of each row that name the data set in a mixture.
+        self._source_fields_of_position = {} if source is None else {"source": source}
 
-    def _take_share(self, index: int, count: int) -> None:
+    def _take_share(self, share_index: int, num_shares: int) -> None:
         """Divides the rows of the stream into shares, and keeps only one of the shares.
 
         A share consists of whole partitions (files or Parquet row groups). If there are fewer
         partitions than shares, the rows of a partition belong to several shares in turn.
 
         Args:
-            index: The number of the share that is kept, counted from 0.
-            count: The number of shares.
+            share_index: The number of the share that is kept, counted from 0.
+            num_shares: The number of shares.
         """
-        if count > 1 and self._dataset.num_shards < MIN_PARTITIONS_PER_SHARE * count:
+        if num_shares > 1 and self._dataset.num_shards < MIN_PARTITIONS_PER_SHARE * num_shares:
             self._dataset = self._dataset.reshard()
-        num_subsets = min(self._dataset.num_shards, count)
-        subset_index = index % num_subsets
+        num_subsets = min(self._dataset.num_shards, num_shares)
+        subset_index = share_index % num_subsets
         self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset_index)
-        self._index_among_sharing_workers += self._num_sharing_workers * (index // num_subsets)
-        share_indices_of_subset = range(subset_index, count, num_subsets)
-        self._num_sharing_workers *= len(share_indices_of_subset)
+        self._index_among_workers_of_partitions += self._num_workers_of_partitions * (
+            share_index // num_subsets
+        )
+        share_indices_of_subset = range(subset_index, num_shares, num_subsets)
+        self._num_workers_of_partitions *= len(share_indices_of_subset)
         if num_subsets > 1:
             # If an earlier call has already named a subset, the new subset is a part of it.
             subset_names_outer_to_inner = (
@@ -274,13 +278,13 @@ class DocumentStream:
         row_number: int = state["rows"]
         if state["dataset"] is not None:
             # The data set modifies the object from which it loads its state, so it gets a copy.
-            self._rows_in_order.load_state_dict(deepcopy(state["dataset"]))
-        row_iterator = iter(self._rows_in_order)
+            self._row_stream.load_state_dict(deepcopy(state["dataset"]))
+        row_iterator = iter(self._row_stream)
         position_of_last_row: Mapping[str, Any] = {}  # empty before this worker's first row
         while True:
             try:
                 stream_row = next(row_iterator)
-                state_of_rows = self._rows_in_order.state_dict()
+                state_of_rows = self._row_stream.state_dict()
             except StopIteration:
                 self._leave_file(position_of_last_row, {})
                 return
@@ -293,7 +297,8 @@ class DocumentStream:
                 )
                 raise RunError(error_message) from error
             is_row_of_worker = (
-                row_number % self._num_sharing_workers == self._index_among_sharing_workers
+                row_number % self._num_workers_of_partitions
+                == self._index_among_workers_of_partitions
             )
             if is_row_of_worker:
                 if isinstance(stream_row, SourceRow):
@@ -362,7 +367,7 @@ class DocumentStream:
             if not self.skip_bad_rows:
                 raise unusable_row(skip_reason) from error
             return None, skip_reason
-        stored_position = {**self._source_in_stored_position}
+        stored_position = {**self._source_fields_of_position}
         # A row of a hub data set is counted within the partitions that the worker reads, so its
         # position must also name these partitions.
         if self._name_of_partition_subset and "file" not in row.stored_position:

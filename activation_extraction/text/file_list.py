@@ -49,7 +49,7 @@ SPLITS_FILE = "dataset_dict.json"
 FILES_SAVED_WITH_DATA = ("dataset_info.json", STATE_FILE, SPLITS_FILE)
 DELTA_LOG = "_delta_log"  # the name of the folder in a Delta table that contains its log
 # A word in a file name that names a split, such as "test" in "data/test-00000.parquet". `datasets`
-# looks for the same words. Each group of the pattern matches the words for one split.
+# looks for the same words. Each capturing group of the pattern matches the words for one split.
 SPLIT_WORD = re.compile(
     r"(?:^|[-._/ ])(?:(train|training)|(test|testing|eval|evaluation)|(validation|valid|val|dev))"
     r"(?=[-._/ 0-9])"
@@ -379,15 +379,15 @@ def _paths_not_in_state(fs: Any, arrow_paths: Sequence[str]) -> list[str]:
         fs: The file system, an object of fsspec.
         arrow_paths: The paths of all Arrow files.
     """
-    unlisted_paths = []
+    arrow_paths_not_in_state_file = []
     for arrow_folder in sorted({os.path.dirname(arrow_path) for arrow_path in arrow_paths}):
         listed_paths = _files_in_state(fs, arrow_folder)
         if listed_paths is None:
             continue
         for arrow_path in arrow_paths:
             if os.path.dirname(arrow_path) == arrow_folder and arrow_path not in listed_paths:
-                unlisted_paths.append(arrow_path)
-    return unlisted_paths
+                arrow_paths_not_in_state_file.append(arrow_path)
+    return arrow_paths_not_in_state_file
 
 
 def _files_in_state(fs: Any, folder: str) -> set[str] | None:
@@ -462,17 +462,17 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     Raises:
         InputError: If the names of the files name several splits.
     """
-    # The keys are the numbers of the groups of the pattern SPLIT_WORD. Each group matches the words
-    # for one split, such as "test" and "eval". The value is the path of a file of this split.
-    example_path_by_split_group: dict[int | None, str] = {}
+    # Split -> path of one file whose name contains a word for the split. The key is the index of a
+    # capturing group in SPLIT_WORD; for example, capturing group 2 matches the words for "test".
+    example_path_by_split: dict[int | None, str] = {}
     for data_path in data_paths:
         split_word_match = SPLIT_WORD.search(data_path.removeprefix(root).lower())
         if split_word_match:
-            example_path_by_split_group.setdefault(split_word_match.lastindex, data_path)
-    if len(example_path_by_split_group) > 1:
+            example_path_by_split.setdefault(split_word_match.lastindex, data_path)
+    if len(example_path_by_split) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(example_path_by_split_group.values()))}; choose the files of "
+            f"{' and '.join(sorted(example_path_by_split.values()))}; choose the files of "
             f"one split with a glob, or all files with {path.rstrip('/')}/**"
         )
 

@@ -137,11 +137,11 @@ def kind_of(url: str) -> FileKind | None:
 
 
 def count_row_groups(file: DataFile) -> int:
-    """Returns the number of row groups of a Parquet file; 1 for any other file.
+    """Returns the number of row groups of a file whose name ends in .parquet; 1 for other files.
 
     Raises:
-        RunError: If the file is not Parquet, but in a format that OTHER_FORMATS lists. The message
-            names the format.
+        RunError: If the name ends in .parquet, but the content is in one of OTHER_FORMATS. The
+            message names this format.
         ArrowException: If the file is damaged.
     """
     if file.kind is not PARQUET:
@@ -340,16 +340,16 @@ class FirstBytes(io.RawIOBase):
             max_bytes: The number of bytes at the start of the whole file that can be read.
         """
         self._source_file = file
-        self._remaining_bytes = max_bytes
+        self._num_remaining_bytes = max_bytes
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        read_bytes = self._source_file.read(min(len(buffer), self._remaining_bytes))
-        buffer[: len(read_bytes)] = read_bytes
-        self._remaining_bytes -= len(read_bytes)
-        return len(read_bytes)
+        source_bytes = self._source_file.read(min(len(buffer), self._num_remaining_bytes))
+        buffer[: len(source_bytes)] = source_bytes
+        self._num_remaining_bytes -= len(source_bytes)
+        return len(source_bytes)
 
 
 def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
@@ -391,8 +391,9 @@ def _numbered_row(
 
 # The following functions read the rows of text files, which are JSON or CSV.
 
-# A line with this number of characters or bytes is rejected, as is a field of CSV with a larger
-# number, because it could fill the memory.
+# Lines of at least this length are rejected, because long lines could fill the memory. The length
+# is a number of bytes in JSON, and a number of characters in CSV. A CSV field, which may contain
+# several lines, is rejected if it has more characters than this number.
 MAX_LINE = 2**27
 # The largest size in bytes of a file that is a JSON array, because the array is decoded as a whole.
 MAX_ARRAY_BYTES = 2**30

@@ -52,14 +52,15 @@ class Mark:
                 stored_value_by_field[mark_field.name] = content[mark_field.name]
         return cls(**stored_value_by_field)
 
-    def after(self, tokens: int) -> "Mark":
+    def after(self, num_kept_tokens: int) -> "Mark":
         """Returns the mark after the next sample.
 
-        Skipped or empty rows between the two marks are not counted in the returned mark.
+        The numbers of skipped and empty rows stay the same, because the mark before a sample
+        already counts all such rows before the sample.
 
         Args:
-            tokens: Number of kept tokens of the next sample.
+            num_kept_tokens: Number of kept tokens of the next sample.
         """
         return replace(
-            self, samples=self.samples + 1, skip=self.skip + 1, tokens=self.tokens + tokens
+            self, samples=self.samples + 1, skip=self.skip + 1, tokens=self.tokens + num_kept_tokens
         )

@@ -41,29 +41,31 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
         )
 
 
-def rows_of_group(length: int) -> int:
+def rows_of_group(tokens_per_row: int) -> int:
     """Returns the size limit of a group of samples, in rows.
 
     Without padding, the tokens of a group would fill at most this number of rows. The group may
     need more rows, because packing leaves padding.
 
     Args:
-        length: The number of tokens of a row.
+        tokens_per_row: The number of tokens of a row.
     """
-    return max(MIN_GROUP_ROWS, min(MAX_GROUP_ROWS, GROUP_TOKENS // length))
+    return max(MIN_GROUP_ROWS, min(MAX_GROUP_ROWS, GROUP_TOKENS // tokens_per_row))
 
 
-def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, None, Mark | None]:
+def pack(
+    samples: Iterable[Sample], rows_per_batch: int, tokens_per_row: int
+) -> Generator[Batch, None, Mark | None]:
     """Packs samples into the rows of batches, and yields the batches.
 
     The samples of a group are distributed among rows, and the rows are ordered by the numbers of
-    their first samples. A sample without tokens takes no room in a row. It is placed between the
-    rows, as if it had a row of its own, and belongs to the batch that is filled at this time.
+    their first samples. A sample without tokens takes no room in a row. It is ordered among the
+    rows by its number, and belongs to the batch that is being filled when its turn comes.
 
     Args:
-        samples: The samples, each of at most `length` tokens.
-        rows: The number of rows of a batch.
-        length: The number of tokens of a row.
+        samples: The samples, each of at most `tokens_per_row` tokens.
+        rows_per_batch: The number of rows of a batch.
+        tokens_per_row: The number of tokens of a row.
 
     Yields:
         The batches.
@@ -95,9 +97,9 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
 
     placed_samples: list[PlacedSample] = []
     num_filled_rows = 0  # the number of rows of the next batch that contain tokens
-    for sample_group in _sample_groups(samples_before_error(), length):
+    for sample_group in _sample_groups(samples_before_error(), tokens_per_row):
         sample_indices_of_rows = best_fit(
-            [len(sample.token_ids) for sample in sample_group], length
+            [len(sample.token_ids) for sample in sample_group], tokens_per_row
         )
         index_of_last_placed_sample = sample_indices_of_rows[-1][-1]
         for sample_indices in sample_indices_of_rows:
@@ -120,37 +122,37 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
                 )
                 start_in_row = placed_samples[-1].stop
             num_filled_rows += start_in_row > 0
-            if num_filled_rows == rows or len(placed_samples) >= GROUP_SAMPLES:
-                yield _batch_of_placed_samples(placed_samples, rows, length)
+            if num_filled_rows == rows_per_batch or len(placed_samples) >= GROUP_SAMPLES:
+                yield _batch_of_placed_samples(placed_samples, rows_per_batch, tokens_per_row)
                 placed_samples, num_filled_rows = [], 0
     if placed_samples:
-        yield _batch_of_placed_samples(placed_samples, rows, length)
+        yield _batch_of_placed_samples(placed_samples, rows_per_batch, tokens_per_row)
     if read_error is not None:
         raise read_error
     return mark_at_end_of_samples
 
 
-def _sample_groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
+def _sample_groups(samples: Iterable[Sample], tokens_per_row: int) -> Iterator[list[Sample]]:
     """Divides samples into groups of consecutive samples.
 
     Each group has as many samples as possible, but at most GROUP_SAMPLES. The number of its tokens
-    is limited too: without padding, they would fill at most `rows_of_group(length)` rows.
+    is limited too: without padding, they would fill at most `rows_of_group(tokens_per_row)` rows.
 
     Args:
         samples: The samples.
-        length: The number of tokens of a row.
+        tokens_per_row: The number of tokens of a row.
 
     Raises:
         ValueError: If a sample has more tokens than a row.
     """
-    max_group_tokens = rows_of_group(length) * length
+    max_group_tokens = rows_of_group(tokens_per_row) * tokens_per_row
     sample_group: list[Sample] = []
     num_group_tokens = 0
     for sample in samples:
         num_sample_tokens = len(sample.token_ids)
-        if num_sample_tokens > length:
+        if num_sample_tokens > tokens_per_row:
             raise ValueError(
-                f"a sample has {num_sample_tokens} tokens, but a row has only {length}"
+                f"a sample has {num_sample_tokens} tokens, but a row has only {tokens_per_row}"
             )
         if (
             num_group_tokens + num_sample_tokens > max_group_tokens

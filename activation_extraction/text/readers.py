@@ -126,56 +126,56 @@ class IdsColumn:
             token_ids = token_ids[token_mask]
             token_mask = None
         if token_ids.min() < 0 or token_ids.max() >= self.vocabulary_size:
-            invalid_token_id = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
+            token_id_to_report = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
             raise UnusableRowError(
-                f"--ids_column {self.column_name}: token id {invalid_token_id}; the model has "
+                f"--ids_column {self.column_name}: token id {token_id_to_report}; the model has "
                 f"token ids 0 to {self.vocabulary_size - 1}"
             )
         return Content(token_ids=token_ids.astype(np.int32), storable_token_mask=token_mask)
 
-    def _mask_of_row(self, row: Mapping[str, Any], length: int) -> np.ndarray:
+    def _mask_of_row(self, row: Mapping[str, Any], num_token_ids: int) -> np.ndarray:
         """Returns the mask in the mask column of a row.
 
         Args:
             row: The columns of the row by name.
-            length: Number of token ids of the row.
+            num_token_ids: Number of token ids of the row.
 
         Returns:
-            The mask, bool (length,).
+            The mask, bool (num_token_ids,).
 
         Raises:
             UnusableRowError: If the column does not contain a 0 or 1 for each token id.
         """
         mask_value = column_of(row, self.mask_column, "--mask_column")
         mask_integers = _integer_array(mask_value, self.mask_column, "--mask_column")
-        if len(mask_integers) != length or not np.isin(mask_integers, (0, 1)).all():
+        if len(mask_integers) != num_token_ids or not np.isin(mask_integers, (0, 1)).all():
             raise UnusableRowError(
-                f"--mask_column {self.mask_column}: expected {length} values, each 0 or 1, one for "
-                f"each token id, found {len(mask_integers)}: {mask_integers[:8].tolist()}"
+                f"--mask_column {self.mask_column}: expected {num_token_ids} values, each 0 or 1, "
+                f"one for each token id, found {len(mask_integers)}: {mask_integers[:8].tolist()}"
             )
         return mask_integers.astype(bool)
 
 
-def _integer_array(column: Any, name: str, flag: str) -> np.ndarray:
-    """Converts a list of integers, which is the value of a column, into an int64 array (integers,).
+def _integer_array(value: Any, name: str, flag: str) -> np.ndarray:
+    """Converts a list of integers or booleans into an array of integers, int64 (elements,).
 
     Args:
-        column: The value of the column.
+        value: The value of a column in one row, a list. False becomes 0, and True becomes 1.
         name: The name of the column, for the message.
         flag: The flag that names the column, for the message.
 
     Raises:
-        UnusableRowError: If the column does not contain a list of integers or booleans.
+        UnusableRowError: If the value is not a list of integers or booleans, or if it is empty.
     """
     try:
-        column_array = np.array(column)
+        value_array = np.array(value)
     except ValueError:  # NumPy refuses nested lists of different lengths
-        column_array = np.array(None)  # is no list of numbers, so the column is rejected below
-    if isinstance(column, list) and column_array.ndim == 1 and column_array.dtype.kind in "bi":
-        return column_array.astype(np.int64)
+        value_array = np.array(None)  # is no list of numbers, so the value is rejected below
+    if isinstance(value, list) and value_array.ndim == 1 and value_array.dtype.kind in "bi":
+        return value_array.astype(np.int64)
     raise UnusableRowError(
-        f"{flag} {name}: expected a list of whole numbers, found {type(column).__name__} "
-        f"{column!r:.40}"
+        f"{flag} {name}: expected a list of whole numbers, found {type(value).__name__} "
+        f"{value!r:.40}"
     )
 
 

@@ -121,13 +121,13 @@ class Reader(Protocol):
         activity: Words that precede the position of a row in the log if the run makes no progress
             while the row is read. For example, with "reading" the log contains "reading x.jsonl
             line 5".
-        columns: Names of the columns that the reader needs.
     """
 
     activity: ClassVar[str]
 
     @property
-    def columns(self) -> Columns: ...
+    def columns(self) -> Columns:
+        """The names of the columns that the reader needs."""
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
         """Returns whether a row has the columns that this reader requires.

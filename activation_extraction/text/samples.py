@@ -247,7 +247,8 @@ def _whole_samples(
         try:
             for row in islice(unread_rows, max_chunk_rows):
                 chunk_rows.append(row)
-        except RunError as error:  # raised once the samples of earlier rows are yielded
+        except RunError as error:
+            # The error is raised again after the samples of the earlier rows have been yielded.
             read_error = error
         is_last_chunk = read_error is not None or len(chunk_rows) < max_chunk_rows
         document_contents = [row.document.content for row in chunk_rows if row.document is not None]
@@ -412,7 +413,7 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
         0 if continues else sample.facts.cut + len(sample.token_ids) - num_returned_tokens
     )
     if not max_kept:
-        # The tokens before a kept token are its context. Without a kept token, none is needed.
+        # If no token is kept, the model need not read the sample, so no tokens are returned.
         num_returned_tokens = 0
     return replace(
         sample,

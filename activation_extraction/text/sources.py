@@ -43,18 +43,21 @@ BLOCK_ROWS = 1024
 class Rows(Protocol):
     """The rows of a data set in a fixed order. Reading can continue after any row.
 
-    `FilePartitions` and `datasets.IterableDataset` implement this protocol.
-
-    Attributes:
-        num_shards: Number of partitions, which can be read independently of each other.
-        features: Types of the columns, as `datasets` declares them. None for files, whose values
-            are converted when a row is read.
+    `FilePartitions` and `datasets.IterableDataset` implement this protocol. The names of its
+    members are those of `datasets.IterableDataset`, which calls a partition a shard.
     """
 
     @property
-    def num_shards(self) -> int: ...
+    def num_shards(self) -> int:
+        """The number of partitions, which can be read independently of each other."""
+
     @property
-    def features(self) -> Any: ...
+    def features(self) -> Any:
+        """The types of the columns, as `datasets` declares them.
+
+        None for files, whose values are converted when a row is read.
+        """
+
     def shard(self, num_shards: int, index: int) -> Any:
         """Divides the partitions into subsets, and returns the rows of one subset.
 
@@ -100,14 +103,14 @@ class FilePartitions:
         """
         self._partitions = tuple(partitions)
         self._row_schema = schema
-        # Tuples of the index of a partition, and the number of the partition's rows that were read
-        # (which is the index of the next row).
-        self._start_partition_and_row = (0, 0)
-        self._current_partition_and_row = self._start_partition_and_row
+        # The place where the next iteration starts: the index of a partition, and the number of its
+        # rows that were read before.
+        self._start_partition_index_and_num_rows = (0, 0)
+        self._current_partition_index_and_num_rows = self._start_partition_index_and_num_rows
 
     @property
     def num_shards(self) -> int:
-        """The number of partitions."""
+        """The number of partitions, which `datasets` calls shards."""
         return len(self._partitions)
 
     def shard(self, num_shards: int, index: int) -> "FilePartitions":
@@ -141,7 +144,7 @@ class FilePartitions:
         number of the partition's rows that were read. Marks in stored runs contain these keys,
         which `datasets` uses as well.
         """
-        partition_index, num_rows_read = self._current_partition_and_row
+        partition_index, num_rows_read = self._current_partition_index_and_num_rows
         return {
             "examples_iterable": {"shard_idx": partition_index, "shard_example_idx": num_rows_read}
         }
@@ -149,15 +152,15 @@ class FilePartitions:
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Makes the next iteration continue from a state that `state_dict` has returned."""
         partition_state = state["examples_iterable"]
-        self._start_partition_and_row = (
+        self._start_partition_index_and_num_rows = (
             partition_state["shard_idx"],
             partition_state["shard_example_idx"],
         )
-        self._current_partition_and_row = self._start_partition_and_row
+        self._current_partition_index_and_num_rows = self._start_partition_index_and_num_rows
 
     def __iter__(self) -> Iterator[SourceRow]:
-        first_partition_index, num_rows_to_skip = self._start_partition_and_row
-        self._current_partition_and_row = self._start_partition_and_row
+        first_partition_index, num_rows_to_skip = self._start_partition_index_and_num_rows
+        self._current_partition_index_and_num_rows = self._start_partition_index_and_num_rows
         for partition_index in range(first_partition_index, len(self._partitions)):
             data_file, row_group_number = self._partitions[partition_index]
             partition_rows = islice(
@@ -166,11 +169,11 @@ class FilePartitions:
             for num_rows_read, partition_row in enumerate(
                 partition_rows, start=num_rows_to_skip + 1
             ):
-                self._current_partition_and_row = partition_index, num_rows_read
+                self._current_partition_index_and_num_rows = partition_index, num_rows_read
                 yield partition_row
             num_rows_to_skip = 0
             # No row of the next partition was read yet.
-            self._current_partition_and_row = partition_index + 1, 0
+            self._current_partition_index_and_num_rows = partition_index + 1, 0
 
 
 def open_files(

@@ -79,12 +79,12 @@ class SpecialTokens:
     def __len__(self) -> int:
         return len(self.front_token_ids) + len(self.end_token_ids)
 
-    def around(self, tokens: Tokens, characters: int) -> Tokens:
+    def around(self, tokens: Tokens, num_characters: int) -> Tokens:
         """Returns the tokens of a text with the special tokens around them.
 
         Args:
             tokens: The tokens of a text, without labels.
-            characters: The number of characters of the text. It becomes the start offset of the
+            num_characters: The number of characters of the text. It becomes the start offset of the
                 special tokens after the text.
         """
         front_token_ids = np.array(self.front_token_ids, np.int32)
@@ -93,7 +93,7 @@ class SpecialTokens:
         start_offsets = tokens.start_offsets
         if start_offsets is not None:
             front_offsets = np.zeros_like(front_token_ids)
-            end_offsets = np.full_like(end_token_ids, characters)
+            end_offsets = np.full_like(end_token_ids, num_characters)
             start_offsets = np.concatenate([front_offsets, start_offsets, end_offsets])
         return replace(
             tokens,
@@ -181,7 +181,8 @@ def _tokenise_all(
     Args:
         tokenizer: The tokenizer, which may raise any exception.
         contents: The content of each document, a text.
-        max_tokens: The number of tokens to return of each document; None for all, with offsets.
+        max_tokens: The number of tokens to return of each document, from its beginning. None to
+            return all tokens, with the offsets at which they begin in the text.
         cuts: A pattern of the positions where a text may be cut; None if texts must not be cut.
     """
     section_slices_of_contents = [_section_slices(content.text, cuts) for content in contents]
@@ -196,10 +197,10 @@ def _tokenise_all(
 
     def encode_lazily() -> Iterator[Encoding]:
         for first_section_index in range(0, len(section_texts), SECTIONS_AT_ONCE):
-            section_texts_of_batch = section_texts[
+            section_texts_to_encode = section_texts[
                 first_section_index : first_section_index + SECTIONS_AT_ONCE
             ]
-            yield from encode_texts(section_texts_of_batch, add_special_tokens=False)
+            yield from encode_texts(section_texts_to_encode, add_special_tokens=False)
 
     section_encodings = encode_lazily()
     return [
