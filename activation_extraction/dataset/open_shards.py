@@ -138,7 +138,7 @@ class OpenShards:
             max_open_shards = MAX_FRONT_BYTES // max(
                 map(front_bytes, self.commits), default=MAX_FRONT_BYTES
             )
-        self._lock_by_shard = defaultdict[int, Lock](Lock)
+        self._lock_by_shard_index = defaultdict[int, Lock](Lock)
         self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
             partial(
                 self._read_shard_with,
@@ -161,7 +161,7 @@ class OpenShards:
         Args:
             shard_index: Index of the shard in `shards`.
         """
-        with self._lock_by_shard[shard_index]:
+        with self._lock_by_shard_index[shard_index]:
             return self._open(shard_index)
 
     def bytes_per_token(self, hooks: Sequence[str]) -> int:

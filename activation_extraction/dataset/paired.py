@@ -77,7 +77,7 @@ class AlignedRuns:
                     f"{shown(other_value, first_value)} in the other"
                 )
                 raise ValueError(without_secrets(message))
-        row_tables = [_rows(run, str(run_index)) for run_index, run in enumerate(runs)]
+        row_tables = [_row_table(run, str(run_index)) for run_index, run in enumerate(runs)]
         joined_table = reduce(
             lambda left_table, right_table: left_table.join(right_table, "row", join_type="inner"),
             row_tables,
@@ -92,18 +92,19 @@ class AlignedRuns:
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         sample_token_counts_of_runs = [run.shards.columns(["tokens"])["tokens"] for run in runs]
         # For each run, an array with the token count of each sample that all runs have.
-        common_token_counts = [
+        common_token_counts_of_runs = [
             token_counts_of_run[sample_indices].astype(int)
             for token_counts_of_run, sample_indices in zip(
                 sample_token_counts_of_runs, self._sample_indices, strict=True
             )
         ]
-        for run, num_left_out_samples, num_common_tokens in zip(
-            runs, self.unpaired_samples, common_token_counts, strict=True
+        for run, num_left_out_samples, token_counts_of_run in zip(
+            runs, self.unpaired_samples, common_token_counts_of_runs, strict=True
         ):
             if num_left_out_samples:
                 left_out_samples_in_words = counted(num_left_out_samples, "sample")
-                left_out_tokens_in_words = counted(run.tokens - num_common_tokens.sum(), "token")
+                num_left_out_tokens = run.tokens - token_counts_of_run.sum()
+                left_out_tokens_in_words = counted(num_left_out_tokens, "token")
                 log.warning(
                     "%s: %s (%s) left out: not all runs have them",
                     run.url,
@@ -112,8 +113,8 @@ class AlignedRuns:
                 )
         if any(
             run.identity.kept_tokens != runs[0].identity.kept_tokens
-            or (token_counts_of_run != common_token_counts[0]).any()
-            for run, token_counts_of_run in zip(runs, common_token_counts, strict=True)
+            or (token_counts_of_run != common_token_counts_of_runs[0]).any()
+            for run, token_counts_of_run in zip(runs, common_token_counts_of_runs, strict=True)
         ):
             log.warning(
                 "%s: store different tokens of the same samples; only those that all have are read",
@@ -147,7 +148,7 @@ class AlignedRuns:
         num_buffer_tokens = options.buffer or default_buffer(
             options, sum(map(len, hooks)), bytes_per_token, are_all_runs_local
         )
-        unread_hooks_with_limits = (
+        unread_hook_names_with_limits = (
             set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         )
         token_sources = list[TokenSource]()
@@ -160,7 +161,7 @@ class AlignedRuns:
                     for hook_name, norm_limit in norm_limits_of_run.items()
                     if aliases.get(hook_name, hook_name) in hook_names
                 }
-                unread_hooks_with_limits -= norm_limits_of_run.keys()
+                unread_hook_names_with_limits -= norm_limits_of_run.keys()
             sample_filter_of_run = (
                 options.where if callable(options.where) or not token_sources else None
             )
@@ -171,7 +172,7 @@ class AlignedRuns:
                 where=sample_filter_of_run,
             )
             token_sources.append(run.source(replace(options, **options_of_run)))
-        for hook_name in unread_hooks_with_limits:
+        for hook_name in unread_hook_names_with_limits:
             raise ValueError(f"max_norm: hook {hook_name!r} is not read")
         token_sources[0] = token_sources[0].of(self._sample_indices[0])
         return Batches(
@@ -562,7 +563,7 @@ def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleAct
     return replace(sample, activations=sample.activations.map(itemgetter(is_kept)), **kept_arrays)
 
 
-def _rows(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
+def _row_table(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
     """Returns a table that tells from which row of the data set each sample of a run comes.
 
     Args:

@@ -180,15 +180,17 @@ def match_hooks(
             relative_errors_of_tokens = token_errors(
                 stored_states[first_state_index:stop_state_index], expected_states
             )
-            may_have_other_experts = _tokens_with_other_experts(relative_errors_of_tokens, limits)
-            relative_errors_of_tokens = relative_errors_of_tokens[~may_have_other_experts]
+            may_token_have_other_experts = _tokens_with_other_experts(
+                relative_errors_of_tokens, limits
+            )
+            relative_errors_of_tokens = relative_errors_of_tokens[~may_token_have_other_experts]
             row_error = float(np.sqrt(np.mean(relative_errors_of_tokens**2)))
             match_by_hook_and_offset[hook_name, token_offset] = HookMatch(
                 row_error,
                 float(relative_errors_of_tokens.max()),
                 hook_name,
                 token_offset,
-                int(may_have_other_experts.sum()),
+                int(may_token_have_other_experts.sum()),
             )
     return match_by_hook_and_offset
 
@@ -210,9 +212,9 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     Returns:
         Whether different experts may explain the error of each token, bool (tokens,).
     """
-    may_have_other_experts = np.zeros(len(errors), bool)
+    may_token_have_other_experts = np.zeros(len(errors), bool)
     if not limits.max_other_expert_fraction or len(errors) < 2:
-        return may_have_other_experts
+        return may_token_have_other_experts
     candidate_token_indices = np.flatnonzero(
         (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
     )
@@ -220,8 +222,10 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     candidate_indices_largest_error_first = candidate_token_indices[
         np.argsort(-errors[candidate_token_indices])
     ]
-    may_have_other_experts[candidate_indices_largest_error_first[:max_other_expert_tokens]] = True
-    return may_have_other_experts
+    may_token_have_other_experts[
+        candidate_indices_largest_error_first[:max_other_expert_tokens]
+    ] = True
+    return may_token_have_other_experts
 
 
 class Alignment(NamedTuple):
@@ -291,8 +295,8 @@ def align(
     state_indices, token_indices = np.nonzero(is_match)
     offsets_of_matches = token_indices - state_indices
     distinct_offsets, counts_of_offsets = np.unique(offsets_of_matches, return_counts=True)
-    order_by_frequency = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))
-    most_frequent_offsets = distinct_offsets[order_by_frequency[:MAX_PARTS]]
+    indices_most_frequent_first = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))
+    most_frequent_offsets = distinct_offsets[indices_most_frequent_first[:MAX_PARTS]]
     alignments: list[Alignment] = []
     for token_offset in most_frequent_offsets.tolist():
         is_matching_state = np.zeros(len(stored_states), bool)
