@@ -416,6 +416,33 @@ def test_a_request_may_arrive_after_its_sender_gave_up(run, damaged, first):
     assert refused
 
 
+def test_a_commit_may_arrive_after_a_repair_withdrew_the_commit_before_it(run):
+    """The request that commits shard 3 arrives at some request of a repair. Its sender committed
+    shard 2, which is damaged, and was killed. The repair stores larger shards."""
+    bucket, requests = MemoryBucket(), []
+
+    def lose_answer(number, request):
+        requests.append(request)
+        if "writing shard_0003.json" not in requests:
+            return None
+        return "stop" if "writing shard_0003.json" in requests[:-1] else "late"
+
+    with suppress(Stopped, RunError):
+        run(bucket, Process(lose_answer), shard_size_gb=1e-6)
+    assert len(bucket.late) == 1 and len(jsons_in(bucket)) == 2
+    DAMAGE["a damaged table"](bucket.objects, jsons_in(bucket)[1])
+    objects, late = dict(bucket.objects), [*bucket.late]
+    for arrival in count():
+        bucket.objects, bucket.late = dict(objects), [*late]
+        repair = Process(lambda n, _, at=arrival: bucket.deliver() if n == at else None)
+        run(bucket, repair, repair=True, shard_size_gb=4e-6)
+        run(bucket)
+        run.check(bucket, arrival)
+        if repair.requests <= arrival:
+            break
+    assert arrival > 40
+
+
 SECOND = [  # when the second process halts, what it does, and at which requests of the first
     (10**6, {}, 2),
     (12, {}, 5),

@@ -136,7 +136,7 @@ class LogWriter:
         self.totals = plan.totals
 
     def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
-        """Makes this process the owner of the folder, and reserves the number of its first shard.
+        """Makes this process the owner of the folder, and reserves the next number of a shard.
 
         If another process writes to the folder at the same time, all steps begin again.
 
@@ -183,7 +183,7 @@ class LogWriter:
                 )
             if not self._withdraw_all(json_version_by_withdrawn_shard_number):
                 continue  # a JSON file has changed, so the log is read and checked again
-            if self._plan.is_complete or self.reserve(self._plan.next_shard_number):
+            if self._plan.is_complete or self.reserve(self._plan.number_to_reserve):
                 return self._plan
 
     def _withdraw_all(self, shard_json_versions: Mapping[int, str | None]) -> bool:
@@ -327,9 +327,9 @@ class LogWriter:
         return file_version
 
     def reserve(self, number: int) -> bool:
-        """Reserves the number of the first shard that this process will store.
+        """Reserves the first number after all shards of the run (`StoragePlan.number_to_reserve`).
 
-        Afterwards, no earlier process can commit a shard under this number.
+        Afterwards, no earlier process can commit a shard under this number or a higher one.
 
         Args:
             number: Number of the shard.

@@ -404,13 +404,8 @@ class RepairPlanner:
             if damaged_file_name != METADATA
         }
         existing_shard_numbers = damaged_shard_numbers | set(_commits_of(run_log, run))
-        bad_shard_numbers_at_end = sorted(
-            (
-                shard_number
-                for shard_number in existing_shard_numbers
-                if shard_number > last_good_shard_number
-            ),
-            reverse=True,
+        bad_shard_numbers_at_end = range(
+            max(existing_shard_numbers, default=0), last_good_shard_number, -1
         )
         gap_shard_numbers = tuple(
             shard_number

@@ -101,6 +101,18 @@ class StoragePlan:
         return max([sample_count_before_mark, *cumulative_sample_counts])
 
     @property
+    def number_to_reserve(self) -> int:
+        """The first number after all shards of the run, including shards that a repair withdraws.
+
+        A process reserves it before it stores shards. An earlier process that committed the last
+        shard may still be about to commit the shard with this number.
+        """
+        withdrawn_shard_numbers = (
+            () if self.repair is None else self.repair.json_version_by_withdrawn_shard_number
+        )
+        return max([self.next_shard_number, *(number + 1 for number in withdrawn_shard_numbers)])
+
+    @property
     def gaps(self) -> tuple[int, ...]:
         """The numbers of the missing and bad shards that a repair stores again.
 

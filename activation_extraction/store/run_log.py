@@ -32,12 +32,10 @@ A process that writes to the folder goes through these phases:
 - *Begin.* The process writes its id into metadata.json, on condition that the file has not changed
   since it read the file. It reads the entries only after that. A new run gets its id here.
 - *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
-  entry still has the version that was checked (repair.py). If it withdraws the last commit of the
-  log, and the process that wrote this commit still runs, a late request of that process may commit
-  the next shard. The repair then stops with LostError when it would write the entry of that shard.
-- *Reserve.* The process writes a reservation as entry n, the first entry after the last commit of
-  the run. If entry n has become a commit of this run, because a request of an earlier process has
-  arrived late, the shard counts as stored, and the process begins again. Otherwise, once the
+  entry still has the version that was checked (repair.py).
+- *Reserve.* The process writes a reservation as entry n, the first entry after all commits of the
+  run, including the ones that it has withdrawn. If entry n has become a commit of this run, because
+  a request of an earlier process has arrived late, the process begins again. Otherwise, once the
   reservation is written, no earlier process of the run can commit another shard. An earlier process
   writes entries without gaps, and has not committed shard n, so it can next write only entry n or a
   lower entry:
