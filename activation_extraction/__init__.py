@@ -70,7 +70,7 @@ From the model to the files:
                  A pickle contains the values at a hook under its key.
     kind         A kind of hook is the same point in all layers that have it, or a point outside of
                  the layers (`model.hooks.HookKind`). The values at a hook are of one of three
-                 kinds: dense, float8 or codes (`store.hook_values.HookValues`).
+                 kinds: dense, float8 or codes (`store.stored_hook.StoredHook`).
     codes        The active features of an autoencoder for each token, with their values
                  (`common.codes.Codes`).
     shard        A numbered set of files with the activations of some samples.

@@ -186,12 +186,12 @@ class Case(NamedTuple):
         for layer, hook_name in self.hook_names.items():
             rows = np.concatenate([*values[layer]] * num_batches)
             width = FEATURES if self.value_kind == CODES else HIDDEN
-            hook_values = self.identity.hook_values(layer, hook_name, width)
-            # `HookValues.encode` is not used, because it also measures the errors of encoding.
+            stored_hook = self.identity.stored_hook(layer, hook_name, width)
+            # `StoredHook.encode` is not used, because it also measures the errors of encoding.
             stored_values = (
-                Float8Array.of(rows) if self.value_kind == FLOAT8 else hook_values.for_shard(rows)
+                Float8Array.of(rows) if self.value_kind == FLOAT8 else stored_hook.for_shard(rows)
             )
-            for tensor_name, (tensor,) in hook_values.tensors([stored_values]).items():
+            for tensor_name, (tensor,) in stored_hook.tensors([stored_values]).items():
                 arrays_in_file[tensor_name] = tensor
         if self.shard_format == "safetensors":
             safetensors.numpy.save_file(arrays_in_file, path)

@@ -21,9 +21,9 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.store.formats import chosen_format
-from activation_extraction.store.hook_values import DenseValues
 from activation_extraction.store.pickle_file import pickle_pieces, records_of
 from activation_extraction.store.shard import Shard, ShardSample
+from activation_extraction.store.stored_hook import DenseHook
 from activation_extraction.text.sample_facts import SampleFacts
 
 
@@ -46,7 +46,7 @@ def shard_of(values):
     facts = [SampleFacts(n, text_preview="text") for n in range(len(values))]
     samples = [ShardSample(each, ids, ids) for each in facts]
     hooks = {
-        key: DenseValues(key, name, values[0].shape[1], values[0].dtype.name)
+        key: DenseHook(key, name, values[0].shape[1], values[0].dtype.name)
         for key, name in HOOKS.items()
     }
     return Shard(samples, hooks, {key: list(values) for key in HOOKS})

@@ -11,7 +11,7 @@ for K features. It contains, in this order,
   the bits of the K values of these features, float32.
 
 If a token has fewer than K active features, the remaining ids and values are undefined.
-model/encode.py computes records, and store/hook_values.py stores codes.
+model/encode.py computes records, and store/stored_hook.py stores codes.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ values x / scale, rounded to e4m3 (`float8_e4m3fn`, whose largest number is 448;
 https://arxiv.org/abs/2209.05433). A scale is always positive, so that zeros stay zeros. If an
 activation contains NaN or infinity, all of its values decode to NaN.
 
-store/hook_values.py writes the scales and values to files, and reads them.
+store/stored_hook.py writes the scales and values to files, and reads them.
 """
 
 from collections.abc import Iterator, Sequence

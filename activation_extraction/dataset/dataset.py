@@ -145,7 +145,7 @@ class ActivationDataset(Samples):
             for _, commit in folders_and_commits
             for hook_description in commit.hooks
         }
-        hook_format_by_name = {
+        stored_hook_by_name = {
             hook_name: self.identity.recorded_hook(
                 shard_description_by_hook_name.get(hook_name, {})
                 | description_by_hook_name[hook_name]
@@ -160,7 +160,7 @@ class ActivationDataset(Samples):
             run_folder.full_url,
             run_folder.is_local,
             shards_with_samples,
-            ByHook(hook_format_by_name, canonical_name_by_alias),
+            ByHook(stored_hook_by_name, canonical_name_by_alias),
         )
 
     def __len__(self) -> int:
@@ -186,7 +186,7 @@ class ActivationDataset(Samples):
         The width is the number of values of a token. For a hook with codes, it is the number of
         features of the autoencoder.
         """
-        return self.shards.hooks.map(lambda hook_format: hook_format.width)
+        return self.shards.hooks.map(lambda stored_hook: stored_hook.width)
 
     @property
     def dtype(self) -> np.dtype:
@@ -199,11 +199,11 @@ class ActivationDataset(Samples):
         Hooks may also hold losses, entropies, log-probabilities, codes, token ids or numbers of
         experts. If all hooks that are read hold such values, this is the dtype of the first hook.
         """
-        hook_formats = list(self.shards.hooks.values())
-        formats_of_activation_hooks = [
-            hook_format for hook_format in hook_formats if hook_format.are_activations
+        stored_hooks = list(self.shards.hooks.values())
+        hooks_of_activations = [
+            stored_hook for stored_hook in stored_hooks if stored_hook.are_activations
         ]
-        return (formats_of_activation_hooks or hook_formats)[0].user_dtype
+        return (hooks_of_activations or stored_hooks)[0].user_dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
@@ -213,7 +213,7 @@ class ActivationDataset(Samples):
         log-probabilities and codes have the dtype float32. Some hooks store numbers that identify
         experts, or token ids, instead of activations; these have the dtype int32.
         """
-        return self.shards.hooks.map(lambda hook_format: hook_format.user_dtype)
+        return self.shards.hooks.map(lambda stored_hook: stored_hook.user_dtype)
 
     @property
     def statistics(self) -> ByHook[HookStatistics]:

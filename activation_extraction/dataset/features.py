@@ -133,8 +133,8 @@ def feature_table(
     hook_name = dataset.hooks.aliases.get(hook, hook)
     names_of_code_hooks = [
         name_of_read_hook
-        for name_of_read_hook, hook_format in dataset.shards.hooks.items()
-        if not hook_format.is_array
+        for name_of_read_hook, stored_hook in dataset.shards.hooks.items()
+        if not stored_hook.is_array
     ]
     if not dataset.identity.code_hooks:
         raise ValueError(f"{dataset.url}: has no codes, which --encode stores")

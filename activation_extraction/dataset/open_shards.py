@@ -24,7 +24,6 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.hook_values import HookValues
 from activation_extraction.store.run_log import Commit
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import (
@@ -42,6 +41,7 @@ from activation_extraction.store.shard_reader import (
     read_sums,
 )
 from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
+from activation_extraction.store.stored_hook import StoredHook
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.sample_facts import SampleFacts
 
@@ -116,7 +116,7 @@ class OpenShards:
     url: str
     is_local: bool
     shards: list[tuple[str, Commit]]
-    hooks: ByHook[HookValues]
+    hooks: ByHook[StoredHook]
 
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]
@@ -130,7 +130,7 @@ class OpenShards:
         # The cached functions do not refer to this object, because a cycle of references would keep
         # a decompressed pickle in memory until the garbage collector runs.
         self._read_shard_with: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
-        hook_formats = list(self.hooks.values())
+        stored_hooks = list(self.hooks.values())
         max_open_shards = _max_open_files()
         if not self.can_read_ranges:
             max_open_shards = 1
@@ -142,7 +142,7 @@ class OpenShards:
         self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
             partial(
                 self._read_shard_with,
-                lambda folder, commit: open_shard(folder, commit, hook_formats),
+                lambda folder, commit: open_shard(folder, commit, stored_hooks),
             )
         )
         max_tables = MAX_TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
@@ -199,7 +199,7 @@ class OpenShards:
         Raises:
             ValueError: If a file has too few bytes for the number of tokens in the shard's commit.
         """
-        min_token_bytes = sum(hook_format.min_token_bytes for hook_format in self.hooks.values())
+        min_token_bytes = sum(stored_hook.min_token_bytes for stored_hook in self.hooks.values())
         for folder_name, commit in self.shards:
             max_compression_ratio = 1 if can_read_ranges(commit) else MAX_GZIP_RATIO
             max_decompressed_bytes = commit.bytes * max_compression_ratio
@@ -326,7 +326,7 @@ class OpenShards:
         depend on the timing of threads.
         """
         names_of_array_hooks = [
-            hook_name for hook_name, hook_format in self.hooks.items() if hook_format.is_array
+            hook_name for hook_name, stored_hook in self.hooks.items() if stored_hook.is_array
         ]
         sums_by_hook: dict[str, Sums] = {}
         for sums_of_shard in self.read_all(

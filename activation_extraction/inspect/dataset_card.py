@@ -255,10 +255,10 @@ def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
         hook_name: The name of the hook.
     """
     dtype_name = dataset.dtypes[hook_name].name
-    hook_format = dataset.shards.hooks[hook_name]
-    if not hook_format.is_array:
+    stored_hook = dataset.shards.hooks[hook_name]
+    if not stored_hook.is_array:
         return f"codes: the values of active features, {dtype_name}"
-    if hook_format.is_float8:
+    if stored_hook.is_float8:
         return f"float8 (e4m3), read as {dtype_name}"
     return dtype_name
 

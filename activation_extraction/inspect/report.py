@@ -106,8 +106,8 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
     try:
         hook_names = [
             hook_name
-            for hook_name, hook_description in dataset.shards.hooks.items()
-            if hook_description.are_activations
+            for hook_name, stored_hook in dataset.shards.hooks.items()
+            if stored_hook.are_activations
         ]
         token_selection = report_numbers.select_tokens(dataset, hook_names)
     except ValueError as error:

@@ -19,7 +19,6 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.store.chosen_samples import ChosenSample, Recomputer, read_samples
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
-from activation_extraction.store.hook_values import Tolerance
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_folders import (
     expected_names,
@@ -35,6 +34,7 @@ from activation_extraction.store.shard_check import (
     file_path,
     for_each_shard,
 )
+from activation_extraction.store.stored_hook import Tolerance
 from activation_extraction.store.totals import total_problems
 
 
@@ -279,15 +279,15 @@ def _compare(
             yield f"{chosen_sample.location_in_words}: cannot be recomputed: {values_or_message}"
             continue
         token_positions = chosen_sample.tokens.positions
-        for hook_description, stored_values in zip(
+        for stored_hook, stored_values in zip(
             chosen_sample.hooks, chosen_sample.values_of_hooks, strict=True
         ):
-            recomputed_values = values_or_message[hook_description.name]
-            for difference_message in hook_description.differences(
+            recomputed_values = values_or_message[stored_hook.name]
+            for difference_message in stored_hook.differences(
                 stored_values, recomputed_values, token_positions, allowed_differences
             ):
                 yield (
-                    f"{chosen_sample.location_in_words}, {hook_description.name}: recomputed, "
+                    f"{chosen_sample.location_in_words}, {stored_hook.name}: recomputed, "
                     f"{difference_message}"
                 )
 

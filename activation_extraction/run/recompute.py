@@ -22,9 +22,9 @@ from activation_extraction.run.inputs import check_model_inputs
 from activation_extraction.run.prepare import recorded_model_commit, step_request
 from activation_extraction.run.reread import load_for_rereading
 from activation_extraction.store.chosen_samples import ChosenSample, Recomputer, Reread
-from activation_extraction.store.hook_values import Values
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import METADATA, identity_of
+from activation_extraction.store.stored_hook import Values
 from activation_extraction.text.packing import pack, samples_of
 
 

@@ -10,7 +10,7 @@ these modules on its way to a committed shard:
       resume.py             plans how a process continues the stored run
       repair.py             plans the repair of a run with damaged or missing shards
     shard_writer.py         gathers samples into shards, makes their files, and commits them
-      hook_values.py        declares the kinds of values at hooks, and how they are stored and read
+      stored_hook.py        declares the kinds of values at hooks, and how they are stored and read
       shard.py              declares a shard in memory, whose values threads encode and measure
       formats.py            converts a shard to a file in the format of the run
       pickle_file.py        writes and reads the pickle format

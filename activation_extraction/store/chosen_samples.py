@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.hook_values import HookValues, Values
 from activation_extraction.store.run_log import Commit, RunLog, furthest_mark
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.shard_reader import open_shard
+from activation_extraction.store.stored_hook import StoredHook, Values
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
 
@@ -90,7 +90,7 @@ class ChosenSample:
 
     location_in_words: str
     tokens: StoredTokens
-    hooks: Sequence[HookValues]
+    hooks: Sequence[StoredHook]
     values_of_hooks: list[Values]
 
 
@@ -228,7 +228,7 @@ def _tokens_of(
     return stored_samples
 
 
-def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
+def _hooks_of(run_log: RunLog, commit: Commit) -> list[StoredHook]:
     """Returns the hooks of a shard, from the descriptions in its JSON and in metadata.json.
 
     Args:

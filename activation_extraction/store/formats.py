@@ -179,7 +179,7 @@ class ShardFormat:
         """Makes the content of a shard's file of activations in memory, without writing it.
 
         Args:
-            shard: Shard, whose values are in the stored form (hook_values.py).
+            shard: Shard, whose values are in the stored form (stored_hook.py).
             threads: Threads that compress blocks of the file.
             writer: Id of the process that writes the file; "" to leave it out.
         """

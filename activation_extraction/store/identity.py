@@ -21,12 +21,12 @@ from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.codes import value_dtype
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.positions import Positions, parse_positions
-from activation_extraction.store.hook_values import (
-    CodeValues,
-    DenseValues,
-    Float8Values,
-    HookValues,
+from activation_extraction.store.stored_hook import (
+    CodeHook,
+    DenseHook,
+    Float8Hook,
     Key,
+    StoredHook,
 )
 from activation_extraction.text.batch import Worker
 
@@ -166,14 +166,14 @@ class Identity:
         )
         return text_options.positions == Positions() and not drops_tokens
 
-    def hook_values(
+    def stored_hook(
         self, key: Key, name: str, width: int = 0, dtype: str = "", max_features_per_token: int = 0
-    ) -> HookValues:
+    ) -> StoredHook:
         """Makes the object that describes one hook of the run.
 
-        The class of the object is `CodeValues` if the hook is one of `code_hooks`, `Float8Values`
+        The class of the object is `CodeHook` if the hook is one of `code_hooks`, `Float8Hook`
         if `activation_dtype` is "float8" and the hook's values are activations, and otherwise
-        `DenseValues`.
+        `DenseHook`.
 
         Args:
             key: Key of the hook in pickles.
@@ -187,19 +187,19 @@ class Identity:
                 need this number.
         """
         if name in self.code_hooks:
-            return CodeValues(
+            return CodeHook(
                 key, name, width, value_dtype(self.activation_dtype).name, max_features_per_token
             )
         if name in self.integer_hooks:
-            return DenseValues(key, name, width, dtype or "int32", "integers")
+            return DenseHook(key, name, width, dtype or "int32", "integers")
         if name in self.float32_hooks:
             meaning_of_values: Literal["loss", "numbers"] = "loss" if name == LOSS else "numbers"
-            return DenseValues(key, name, width, dtype or "float32", meaning_of_values)
+            return DenseHook(key, name, width, dtype or "float32", meaning_of_values)
         if self.activation_dtype == FLOAT8:
-            return Float8Values(key, name, width)
-        return DenseValues(key, name, width, dtype or self.activation_dtype)
+            return Float8Hook(key, name, width)
+        return DenseHook(key, name, width, dtype or self.activation_dtype)
 
-    def recorded_hook(self, description: Mapping[str, Any]) -> HookValues:
+    def recorded_hook(self, description: Mapping[str, Any]) -> StoredHook:
         """Makes the object that describes one hook, from the JSON that a run has stored.
 
         Args:
@@ -215,15 +215,15 @@ class Identity:
             raise ValueError(f"the metadata does not record how wide {hook_name} is")
         recorded_dtype = description.get("dtype", "")
         max_features_per_token = description.get("most", 0)
-        hook_values = self.hook_values(
+        stored_hook = self.stored_hook(
             description["key"], hook_name, recorded_width, recorded_dtype, max_features_per_token
         )
         try:
             # Reading the property raises TypeError if NumPy does not have the recorded dtype.
-            hook_values.user_dtype  # noqa: B018 (the property is read for its exception)
+            stored_hook.user_dtype  # noqa: B018 (the property is read for its exception)
         except TypeError as error:
             raise ValueError(f"{hook_name}: dtype {recorded_dtype!r}: {error}") from error
-        return hook_values
+        return stored_hook
 
     @property
     def digest(self) -> str:

@@ -18,7 +18,6 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.store.folder import ANY, Attempts, ChangedError, Folder, FolderError
 from activation_extraction.store.formats import number_of
-from activation_extraction.store.hook_values import Key
 from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.resume import Planner, StoragePlan
 from activation_extraction.store.run_log import (
@@ -36,6 +35,7 @@ from activation_extraction.store.run_log import (
     seal,
 )
 from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.stored_hook import Key
 from activation_extraction.store.totals import Totals
 
 

@@ -42,8 +42,8 @@ from isal import igzip
 
 from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.hook_values import HookValues, Key
 from activation_extraction.store.shard import LABELS, Shard, ShardSample
+from activation_extraction.store.stored_hook import Key, StoredHook
 from activation_extraction.text.sample_facts import SampleFacts
 
 Records = dict[Key, list[dict[str, Any]]]  # key of a hook -> a record for each sample
@@ -92,7 +92,7 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     """Pickles a shard without copying its activations.
 
     Args:
-        shard: Shard, whose values are in the stored form (hook_values.py).
+        shard: Shard, whose values are in the stored form (stored_hook.py).
         writer: Id of the process that writes the file; "" to leave it out.
 
     Returns:
@@ -121,20 +121,20 @@ def records_of(shard: Shard) -> Records:
     """Returns the content of a shard in the form in which it is pickled.
 
     Args:
-        shard: Shard, whose values are in the stored form (hook_values.py).
+        shard: Shard, whose values are in the stored form (stored_hook.py).
 
     Returns:
         A dict from the key of each hook to a list with one record per sample. The docstring of this
         module describes a record.
     """
 
-    def record_of(hook_key: Key, hook_values: HookValues, sample_index: int) -> dict[str, Any]:
+    def record_of(hook_key: Key, stored_hook: StoredHook, sample_index: int) -> dict[str, Any]:
         shard_sample = shard.samples[sample_index]
         sample_values = shard.sample_values_by_hook_key[hook_key][sample_index]
         return {
             "sample_idx": shard_sample.facts.sample_idx,
-            "hook": hook_values.name,
-            **hook_values.record(sample_values),
+            "hook": stored_hook.name,
+            **stored_hook.record(sample_values),
             "shape": sample_values.shape,
             "text_preview": shard_sample.facts.text_preview,
             "token_ids": shard_sample.token_ids,
@@ -146,9 +146,9 @@ def records_of(shard: Shard) -> Records:
     sample_indices = range(len(shard.samples))
     return {
         hook_key: [
-            record_of(hook_key, hook_values, sample_index) for sample_index in sample_indices
+            record_of(hook_key, stored_hook, sample_index) for sample_index in sample_indices
         ]
-        for hook_key, hook_values in shard.hooks.items()
+        for hook_key, stored_hook in shard.hooks.items()
     }
 
 
@@ -191,7 +191,7 @@ def _plain(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, _Array) else value
 
 
-def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, HookValues]) -> Shard:
+def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, StoredHook]) -> Shard:
     """Reads a pickled shard.
 
     The facts, tokens and labels of the samples are read from the records of the first hook.
@@ -208,17 +208,17 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         RunError: If the file is damaged, or its records lack fields.
     """
     records_by_key = read_records(file, where, limit)
-    hook_values_by_key_in_file = {
-        hook_key: hook_values
-        for hook_key, hook_values in hooks.items()
+    stored_hook_by_key_in_file = {
+        hook_key: stored_hook
+        for hook_key, stored_hook in hooks.items()
         if hook_key in records_by_key
     }
     try:
         values_by_hook_key = {
             hook_key: [
-                hook_values.from_record(sample_record) for sample_record in records_by_key[hook_key]
+                stored_hook.from_record(sample_record) for sample_record in records_by_key[hook_key]
             ]
-            for hook_key, hook_values in hook_values_by_key_in_file.items()
+            for hook_key, stored_hook in stored_hook_by_key_in_file.items()
         }
         shard_samples = [
             ShardSample(
@@ -235,7 +235,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-    return Shard(shard_samples, hook_values_by_key_in_file, values_by_hook_key)
+    return Shard(shard_samples, stored_hook_by_key_in_file, values_by_hook_key)
 
 
 class UnsafeError(RunError):

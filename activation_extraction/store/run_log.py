@@ -98,9 +98,9 @@ from activation_extraction.store.formats import (
     number_of,
     shard_name,
 )
-from activation_extraction.store.hook_values import Key
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metrics import METRICS, last_metrics
+from activation_extraction.store.stored_hook import Key
 from activation_extraction.text.mark import Mark
 
 METADATA = "metadata.json"

@@ -155,7 +155,7 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     """Converts a shard to a safetensors file without copying its activations.
 
     Args:
-        shard: Shard, whose values are in the stored form (hook_values.py).
+        shard: Shard, whose values are in the stored form (stored_hook.py).
         writer: Id of the process that writes the file; "" to leave it out.
 
     Returns:
@@ -202,7 +202,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     BLOCK_BYTES bytes.
 
     Args:
-        shard: Shard, whose values are in the stored form (hook_values.py).
+        shard: Shard, whose values are in the stored form (stored_hook.py).
         file_buffers: Bytes of the file, as `safetensors_pieces` returns them.
 
     Returns:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.hook_values import HookValues, Key, slices_of
 from activation_extraction.store.statistics import ErrorByTokenKind, Sums, SumsOfCodes
+from activation_extraction.store.stored_hook import Key, StoredHook, slices_of
 from activation_extraction.text.sample_facts import SampleFacts
 
 # Names of the labels of tokens in conversations. All samples of a run have both labels, or none.
@@ -58,11 +58,11 @@ class Shard:
         hooks: Descriptions of the hooks, by the keys of the hooks in pickles.
         sample_values_by_hook_key: Key of each hook -> list with the values of each sample at this
             hook, in the order of `samples`. After `encode`, the values are ready to be written (in
-            the stored form, see hook_values.py).
+            the stored form, see stored_hook.py).
     """
 
     samples: list[ShardSample]
-    hooks: Mapping[Key, HookValues]
+    hooks: Mapping[Key, StoredHook]
     sample_values_by_hook_key: Mapping[Key, list[Any]]
 
     @property

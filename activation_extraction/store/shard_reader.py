@@ -26,7 +26,6 @@ from crc32c import crc32c
 from activation_extraction.common.errors import RunError, reason_of
 from activation_extraction.store.folder import ChangedError, Folder, FolderError, local_path
 from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
-from activation_extraction.store.hook_values import HookValues, Shape
 from activation_extraction.store.pickle_file import read_pickle
 from activation_extraction.store.run_log import MAX_JSON_BYTES, Commit, DamagedError, parse_commit
 from activation_extraction.store.safetensors_file import (
@@ -36,6 +35,7 @@ from activation_extraction.store.safetensors_file import (
 )
 from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
+from activation_extraction.store.stored_hook import Shape, StoredHook
 
 REPLACED_REASON = "the run was overwritten or repaired since its JSON was read; open it again"
 # Approximate size in bytes of a request, if a read from a bucket is split into several requests. A
@@ -248,7 +248,7 @@ class ShardBytes:
             )
 
 
-def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> SafetensorsFile:
+def open_shard(folder: Folder, commit: Commit, hooks: Iterable[StoredHook]) -> SafetensorsFile:
     """Opens a shard, and compares the dtypes and shapes of its tensors with its commit.
 
     Args:

@@ -20,7 +20,6 @@ from activation_extraction.cli.flags import StorageOptions
 from activation_extraction.common.errors import StorageError
 from activation_extraction.common.log import log
 from activation_extraction.store.formats import FileFacts, chosen_format, shard_name
-from activation_extraction.store.hook_values import HookValues, Key
 from activation_extraction.store.identity import Identity, Sources
 from activation_extraction.store.log_writer import LogWriter
 from activation_extraction.store.resume import ShardNumbers, StoragePlan
@@ -30,6 +29,7 @@ from activation_extraction.store.shard import Shard, ShardSample
 from activation_extraction.store.shard_queue import QueuedShard, ShardQueue
 from activation_extraction.store.source_check import SourceCheck
 from activation_extraction.store.statistics import pack_sums
+from activation_extraction.store.stored_hook import Key, StoredHook
 from activation_extraction.text.mark import Mark
 
 # A shard whose files are stored, as a tuple of its commit and its samples.
@@ -62,7 +62,7 @@ class ShardWriter:
     def __init__(
         self,
         log_writer: LogWriter,
-        hooks: Mapping[Key, HookValues],
+        hooks: Mapping[Key, StoredHook],
         identity: Identity,
         options: StorageOptions,
         sources: Sources | None,
@@ -118,7 +118,7 @@ class ShardWriter:
         Args:
             sample: Sample without its values.
             values_by_hook_key: Values of the sample by the key of the hook, as
-                `HookValues.for_shard` returns them.
+                `StoredHook.for_shard` returns them.
             mark: Place in the data from which the run continues when this sample and all samples
                 before it are stored. None if a program with a loop of its own adds the sample.
         """

@@ -27,7 +27,6 @@ from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.caller_arrays import copy_array, copy_as_int32
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
-from activation_extraction.store.hook_values import Key
 from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
 from activation_extraction.store.log_writer import LogWriter, RunDescription
@@ -44,6 +43,7 @@ from activation_extraction.store.run_log import RunLog, check_own
 from activation_extraction.store.safetensors_file import OF_TOKENS
 from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.shard_writer import ShardWriter
+from activation_extraction.store.stored_hook import Key
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSample
@@ -135,7 +135,7 @@ class ActivationStorage:
         facts = facts or RunFacts()
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._hook_by_key = {
-            hook_key: self._identity.hook_values(
+            hook_key: self._identity.stored_hook(
                 hook_key, hook_name, facts.facts_by_hook_key.get(hook_key, {}).get("width", 0)
             )
             for hook_key, hook_name in hooks.items()

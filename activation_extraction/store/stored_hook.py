@@ -1,11 +1,11 @@
-"""HookValues: describes a hook, and stores, reads and compares the values of tokens at the hook.
+"""StoredHook: describes a hook, and stores, reads and compares the values of tokens at the hook.
 
 There are three kinds of values. A class for each kind describes the hooks with such values:
-`DenseValues` for numbers that are stored without encoding, `Float8Values` for activations that are
-stored in one byte per value, and `CodeValues` for the active features of an autoencoder. An object
+`DenseHook` for numbers that are stored without encoding, `Float8Hook` for activations that are
+stored in one byte per value, and `CodeHook` for the active features of an autoencoder. An object
 of one of these classes describes one hook, and does not contain the values. It has the functions
 that writers, readers, statistics and --verify apply to the values at the hook; no other module
-depends on the kind of a hook. `Identity.hook_values` chooses the class.
+depends on the kind of a hook. `Identity.stored_hook` chooses the class.
 
 The values of some tokens at a hook have up to three forms:
 
@@ -123,7 +123,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class HookValues(ABC):
+class StoredHook(ABC):
     """Describes one hook of a run, and converts, sums, reads and compares the values at this hook.
 
     Values are passed in one of three forms, which the docstring of the module defines: as rows (an
@@ -401,7 +401,7 @@ class HookValues(ABC):
 
 
 @dataclass(frozen=True)
-class DenseValues(HookValues):
+class DenseHook(StoredHook):
     """A hook whose values are stored without encoding.
 
     A safetensors shard contains one tensor, which has the full name of the hook and the shape
@@ -524,7 +524,7 @@ class DenseValues(HookValues):
 
 
 @dataclass(frozen=True)
-class Float8Values(HookValues):
+class Float8Hook(StoredHook):
     """A hook with activations in one byte per value, which only safetensors shards can contain.
 
     common/encodings.py defines the encoding. A shard contains two tensors: `NAME` contains the
@@ -643,7 +643,7 @@ class Float8Values(HookValues):
 
 
 @dataclass(frozen=True)
-class CodeValues(HookValues):
+class CodeHook(StoredHook):
     """A hook with the codes of an autoencoder: the active features of each token.
 
     A safetensors shard contains five tensors, `NAME.ids`, `NAME.values`, `NAME.offsets`,
