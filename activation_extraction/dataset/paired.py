@@ -148,20 +148,21 @@ class AlignedRuns:
         num_buffer_tokens = options.buffer or default_buffer(
             options, sum(map(len, hooks)), bytes_per_token, are_all_runs_local
         )
-        unread_hook_names_with_limits = (
+        hook_names_with_limits = (
             set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         )
+        read_hook_names_with_limits = set[str]()
         token_sources = list[TokenSource]()
         for run, hook_names in runs_and_hook_names:
             norm_limits_of_run = options.max_norm
-            aliases = run.hooks.aliases
+            canonical_name_by_alias = run.hooks.aliases
             if isinstance(norm_limits_of_run, Mapping):
                 norm_limits_of_run = {
                     hook_name: norm_limit
                     for hook_name, norm_limit in norm_limits_of_run.items()
-                    if aliases.get(hook_name, hook_name) in hook_names
+                    if canonical_name_by_alias.get(hook_name, hook_name) in hook_names
                 }
-                unread_hook_names_with_limits -= norm_limits_of_run.keys()
+                read_hook_names_with_limits |= norm_limits_of_run.keys()
             sample_filter_of_run = (
                 options.where if callable(options.where) or not token_sources else None
             )
@@ -172,7 +173,7 @@ class AlignedRuns:
                 where=sample_filter_of_run,
             )
             token_sources.append(run.source(replace(options, **options_of_run)))
-        for hook_name in unread_hook_names_with_limits:
+        for hook_name in hook_names_with_limits - read_hook_names_with_limits:
             raise ValueError(f"max_norm: hook {hook_name!r} is not read")
         token_sources[0] = token_sources[0].of(self._sample_indices[0])
         return Batches(
@@ -352,7 +353,7 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
     other run again for every chunk.
 
     Args:
-        token_sources: The TokenSource of each run. The `sample_mask` of the first source tells
+        token_sources: The TokenSource of each run. The `sample_mask` of the first TokenSource tells
             which samples are read.
         sample_indices: Indices of the common samples in each run, int64 (runs, samples). A column
             is one sample. Columns have the order of the first run.
@@ -362,37 +363,39 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
         a tuple with a block for each run. Item i of the blocks' `wanted_token_indices` refers to
         the same token in all blocks, and this token passes the filters of all runs.
     """
-    first_source, *other_sources = token_sources
-    is_wanted_sample = np.asarray(first_source.sample_mask)[sample_indices[0]]
-    wanted_sample_indices = sample_indices[:, is_wanted_sample]
-    needs_whole_shards = not all(source.shards.can_read_ranges for source in other_sources)
+    first_token_source, *other_token_sources = token_sources
+    wanted_sample_mask = np.asarray(first_token_source.sample_mask)[sample_indices[0]]
+    wanted_sample_indices = sample_indices[:, wanted_sample_mask]
+    needs_whole_shards = not all(
+        token_source.shards.can_read_ranges for token_source in other_token_sources
+    )
 
     # If whole shards are aligned, all chunks of a shard need the same result, so the last result is
     # kept. Otherwise no result is kept.
     @lru_cache(int(needs_whole_shards))
     def align(chunk: Chunk) -> tuple[ChunkTokens, list[Block]]:
-        first_run_tokens = first_source.tokens([chunk])
+        first_run_tokens = first_token_source.tokens([chunk])
         first_sample_index, last_sample_index = first_run_tokens.sample_indices[[0, -1]]
         start_column, stop_column = np.searchsorted(
             wanted_sample_indices[0], [first_sample_index, last_sample_index + 1]
         )
         partner_blocks = [
             _partners(
-                first_source,
-                source,
+                first_token_source,
+                token_source,
                 first_run_tokens,
                 wanted_sample_indices[[0, run_index], start_column:stop_column],
             )
-            for run_index, source in enumerate(other_sources, 1)
+            for run_index, token_source in enumerate(other_token_sources, 1)
         ]
         return first_run_tokens, partner_blocks
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
-        aligned_chunk = first_source.whole(chunk.shard_index) if needs_whole_shards else chunk
+        aligned_chunk = first_token_source.whole(chunk.shard_index) if needs_whole_shards else chunk
         first_run_tokens, partner_blocks = align(aligned_chunk)
         start_in_aligned_chunk = chunk.start - aligned_chunk.start
         stop_in_aligned_chunk = start_in_aligned_chunk + len(chunk)
-        is_in_all_runs = np.all(
+        in_all_runs_token_mask = np.all(
             [
                 partner_block.wanted_token_indices[start_in_aligned_chunk:stop_in_aligned_chunk]
                 >= 0
@@ -400,9 +403,11 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
             ],
             axis=0,
         )
-        common_token_indices = start_in_aligned_chunk + np.flatnonzero(is_in_all_runs)
-        first_run_block = first_source.with_activations(first_run_tokens, common_token_indices)
-        is_within_norm_limits = first_source.are_within_limits(first_run_block)
+        common_token_indices = start_in_aligned_chunk + np.flatnonzero(in_all_runs_token_mask)
+        first_run_block = first_token_source.with_activations(
+            first_run_tokens, common_token_indices
+        )
+        within_limits_mask = first_token_source.within_limits_mask(first_run_block)
         blocks_of_runs = (
             first_run_block,
             *(
@@ -414,24 +419,24 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
             ),
         )
         return tuple(
-            Block(run_block.token_batch, run_block.wanted_token_indices[is_within_norm_limits])
-            for run_block in blocks_of_runs
+            Block(block_of_run.token_batch, block_of_run.wanted_token_indices[within_limits_mask])
+            for block_of_run in blocks_of_runs
         )
 
     return read
 
 
 def _partners(
-    first_source: TokenSource,
-    other_source: TokenSource,
+    first_token_source: TokenSource,
+    other_token_source: TokenSource,
     first_run_tokens: ChunkTokens,
     sample_pairs: np.ndarray,
 ) -> Block:
     """Finds tokens of the first run in another run, and reads them from the other run.
 
     Args:
-        first_source: Source of the first run.
-        other_source: Source of the other run.
+        first_token_source: TokenSource of the first run.
+        other_token_source: TokenSource of the other run.
         first_run_tokens: Tokens of the first run.
         sample_pairs: Indices of the samples of these tokens, int64 (2, samples): row 0 contains
             their indices in the first run, and row 1 contains their indices in the other run.
@@ -454,8 +459,8 @@ def _partners(
     )
     partner_index_of_token = np.full(len(packed_sample_and_position_of_token), -1)
     partner_batches = list[TokenBatch]()
-    for chunks_of_shard in other_source.by_shard(sample_indices_in_other_run):
-        other_run_tokens = other_source.tokens(chunks_of_shard)
+    for chunks_of_shard in other_token_source.by_shard(sample_indices_in_other_run):
+        other_run_tokens = other_token_source.tokens(chunks_of_shard)
         sample_index_of_token = sample_indices_in_first_run[
             np.searchsorted(sample_indices_in_other_run, other_run_tokens.sample_indices)
         ]
@@ -471,18 +476,21 @@ def _partners(
             first_run_tokens.token_batch.map(itemgetter(token_indices_in_first_run)),
             other_run_tokens.token_batch.map(itemgetter(token_indices_in_other_run)),
         )
-        _check_same_tokens((first_source.shards.url, other_source.shards.url), *common_batches)
-        is_wanted = (
-            first_run_tokens.is_wanted[token_indices_in_first_run]
-            & other_run_tokens.is_wanted[token_indices_in_other_run]
+        _check_same_tokens(
+            (first_token_source.shards.url, other_token_source.shards.url), *common_batches
         )
-        partner_block = other_source.with_activations(
-            other_run_tokens, token_indices_in_other_run[is_wanted]
+        wanted_token_mask = (
+            first_run_tokens.wanted_token_mask[token_indices_in_first_run]
+            & other_run_tokens.wanted_token_mask[token_indices_in_other_run]
         )
-        if (is_within_norm_limits := other_source.are_within_limits(partner_block)).any():
-            partner_index_of_token[token_indices_in_first_run[is_wanted][is_within_norm_limits]] = (
-                partner_block.wanted_token_indices[is_within_norm_limits]
-                + sum(map(len, partner_batches))
+        partner_block = other_token_source.with_activations(
+            other_run_tokens, token_indices_in_other_run[wanted_token_mask]
+        )
+        if (within_limits_mask := other_token_source.within_limits_mask(partner_block)).any():
+            partner_index_of_token[
+                token_indices_in_first_run[wanted_token_mask][within_limits_mask]
+            ] = partner_block.wanted_token_indices[within_limits_mask] + sum(
+                map(len, partner_batches)
             )
             partner_batches.append(partner_block.token_batch)
     return Block(
@@ -499,15 +507,17 @@ def _check_same_tokens(urls: Sequence[str], *tokens_of_runs: Any) -> None:
         *tokens_of_runs: A TokenBatch or a SampleActivations of each of the two runs. Token i of
             both comes from the same row of the data set, and has the same position in its sample.
     """
-    first_tokens, other_tokens = tokens_of_runs
-    for token_index in np.flatnonzero(first_tokens.token_ids != other_tokens.token_ids):
+    tokens_of_first_run, tokens_of_other_run = tokens_of_runs
+    for token_index in np.flatnonzero(
+        tokens_of_first_run.token_ids != tokens_of_other_run.token_ids
+    ):
         difference_in_words = " but ".join(
             f"{run_tokens.token_ids[token_index]} in sample "
             f"{np.broadcast_to(run_tokens.sample_idx, run_tokens.token_ids.shape)[token_index]} "
             f"of {run_url}"
             for run_url, run_tokens in zip(urls, tokens_of_runs, strict=True)
         )
-        position = first_tokens.position[token_index]
+        position = tokens_of_first_run.position[token_index]
         message = f"the token at position {position} of the same row is {difference_in_words}"
         raise ValueError(without_secrets(message))
 
@@ -554,13 +564,17 @@ def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleAct
         sample: Sample to select tokens from.
         positions: Positions in the sample of the tokens to keep, int32 (n,).
     """
-    is_kept = np.isin(sample.position, positions)
-    kept_arrays: dict[str, Any] = {
-        field_name: array[is_kept]
+    kept_token_mask = np.isin(sample.position, positions)
+    kept_values_by_field_name: dict[str, Any] = {
+        field_name: array[kept_token_mask]
         for field_name, array in vars(sample).items()
         if isinstance(array, np.ndarray)
     }
-    return replace(sample, activations=sample.activations.map(itemgetter(is_kept)), **kept_arrays)
+    return replace(
+        sample,
+        activations=sample.activations.map(itemgetter(kept_token_mask)),
+        **kept_values_by_field_name,
+    )
 
 
 def _row_table(run: "ActivationDataset", index_column: str) -> pyarrow.Table:

@@ -202,10 +202,10 @@ class TokenBatch:
 
         An array that the run does not store is left out.
         """
-        labels = {"role": self.role, "turn": self.turn}
+        label_array_by_name = {"role": self.role, "turn": self.turn}
         return {
             label_name: label_values
-            for label_name, label_values in labels.items()
+            for label_name, label_values in label_array_by_name.items()
             if label_values is not None
         }
 
@@ -492,16 +492,19 @@ class Samples(Sequence[SampleActivations]):
 
 
 def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] | None:
-    """Returns which piece of a long document a sample is.
+    """Returns the number and the start of the piece of a long document that a sample contains.
 
     Args:
-        row: The position of the sample's row in the data set (`SampleFacts.row`), which also
-            contains the number and the start of a piece. None if the sample has no row.
+        row: The position of the sample's row in the data set (`SampleFacts.row`). If the sample is
+            a piece of a document, the keys "piece" and "start" contain the first two elements of
+            the result. None if the sample has no row.
 
     Returns:
-        A tuple of the number of the piece, from 0; the index in the document of the piece's first
-        token; and the position of the document's row in the data set. None if the sample is not a
-        piece of a document.
+        None if the sample is not a piece of a document, otherwise a tuple of:
+
+        - the number of the piece in the document, from 0
+        - the index in the document of the first token of the piece
+        - the position of the document's row in the data set: `row` without the two keys
     """
     row_position = dict(row or {})
     piece_number = row_position.pop("piece", None)

@@ -29,8 +29,9 @@ from activation_extraction.dataset.windows import Chunk
 
 # Type of a function that takes a chunk of the first run, and returns a block of each run.
 ReadChunk = Callable[[Chunk], tuple[Block, ...]]
-# Two wanted tokens with at most this number of bytes between them are read in one range, to save a
-# request.
+# Unwanted tokens between two wanted tokens are skipped only if there are more than this number of
+# bytes from one wanted token to the next, at the hook with the most bytes per token. Otherwise they
+# are read with the wanted tokens in one range, which saves a request.
 MIN_SKIPPED_BYTES = 2**21
 BUFFER_BATCHES = 64  # largest number of batches in the default buffer of a local run
 BUFFER_BYTES = 2**30  # largest number of bytes in the default buffer
@@ -51,12 +52,13 @@ class BatchOptions:
         hooks: Names of the hooks to read, or globs. None for all hooks of the dataset; with an
             empty list, batches have no activations.
         shuffle: Seed for the order of the tokens. None for the order of the shards.
-        buffer: Number of tokens that are kept in memory and shuffled there, at least two batches.
-            None for a default of at most 1 GiB: 64 batches if the run is local; if it is in a
-            bucket, 256 MiB for each hook, or 64 MiB for each hook if tokens stay in order. Reading
-            takes further memory: about 300 MiB if the run is in a bucket, from which ranges of 2 to
-            16 MiB are read at the same time, and the memory of up to two decompressed pickles if
-            the run stores pickles.
+        buffer: Number of tokens that are kept in memory, and shuffled there if `shuffle` is given.
+            It must be at least two batches. None for a default, which takes at most 1 GiB of memory
+            unless two batches need more. The default is 64 batches if the run is in a local folder.
+            If the run is in a bucket, the default is the number of tokens that fit in 256 MiB for
+            each hook if `shuffle` is given, or in 64 MiB for each hook if tokens stay in order.
+            Reading takes memory in addition to the buffer: about 300 MiB if the run is in a bucket,
+            and the size of up to two decompressed pickles if the run stores pickles.
         skip_first: Number of tokens to leave out at the start of every sample.
         max_norm: Largest Euclidean norm of the activations of a token at a hook. Tokens with a
             larger norm at any of the hooks are left out. A number is the limit for all hooks; a
@@ -157,15 +159,15 @@ class ChunkTokens(NamedTuple):
         token_indices: Index of each token in the shard, ascending, int64 (tokens,).
         token_batch: The tokens, as a batch without activations.
         sample_indices: For each token, the index of its sample in the run, int64 (tokens,).
-        is_wanted: Whether each token passes the filters except `max_norm`, bool (tokens,). Norms
-            are compared when the activations are read.
+        wanted_token_mask: Whether each token passes the filters except `max_norm`, bool (tokens,).
+            Norms are compared with `max_norm` when the activations are read.
     """
 
     shard_index: int
     token_indices: np.ndarray
     token_batch: TokenBatch
     sample_indices: np.ndarray
-    is_wanted: np.ndarray
+    wanted_token_mask: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -335,11 +337,11 @@ class TokenSource:
                 empty_activations_by_hook, sample_idx=sample_idx_of_token, **values_by_field
             )
             sample_index_of_token += self.shards.first_sample_indices_of_shards[shard_index]
-            is_wanted = batch_without_activations.position >= self.options.skip_first
+            wanted_token_mask = batch_without_activations.position >= self.options.skip_first
             if self.sample_mask is not None:
-                is_wanted &= self.sample_mask[sample_index_of_token]
+                wanted_token_mask &= self.sample_mask[sample_index_of_token]
             if self.options.roles is not None:
-                is_wanted &= np.isin(
+                wanted_token_mask &= np.isin(
                     values_by_field["role"], [*map(ROLES.index, self.options.roles)]
                 )
             return ChunkTokens(
@@ -347,7 +349,7 @@ class TokenSource:
                 token_indices_in_shard,
                 batch_without_activations,
                 sample_index_of_token,
-                is_wanted,
+                wanted_token_mask,
             )
 
         return wait
@@ -357,8 +359,8 @@ class TokenSource:
 
         If the file is mapped into memory and the activations are not encoded, the activations are
         views of the file. Encoded activations are decoded to the dtype of the options. Unwanted
-        tokens between two of the tokens are read as well, unless they take more than
-        MIN_SKIPPED_BYTES bytes.
+        tokens between two of the tokens are read as well, unless there are more than
+        MIN_SKIPPED_BYTES bytes from one of the two to the other.
 
         Args:
             chunk_tokens: All tokens of some chunks of a shard, without their activations.
@@ -373,15 +375,15 @@ class TokenSource:
             (self.shards.bytes_per_token([hook_name]) for hook_name in hook_names), default=0
         )
         ascending_indices = np.sort(wanted_indices)
-        begins_new_range = (
+        range_break_mask = (
             np.diff(ascending_indices) * bytes_per_token_of_largest_hook > MIN_SKIPPED_BYTES
         )
         # Tokens that are adjacent in `chunk_tokens` may belong to different chunks, and then need
         # not be adjacent in the shard.
-        begins_new_range |= np.diff(chunk_tokens.token_indices[ascending_indices]) != np.diff(
+        range_break_mask |= np.diff(chunk_tokens.token_indices[ascending_indices]) != np.diff(
             ascending_indices
         )
-        wanted_indices_of_ranges = np.split(ascending_indices, np.flatnonzero(begins_new_range) + 1)
+        wanted_indices_of_ranges = np.split(ascending_indices, np.flatnonzero(range_break_mask) + 1)
         indices_of_ranges = [
             np.arange(*_range_of(wanted_indices_of_range))
             for wanted_indices_of_range in wanted_indices_of_ranges
@@ -467,29 +469,37 @@ class TokenSource:
             # The tokens are read first if they determine which activations are read.
             if has_token_filters:
                 chunk_tokens = self.tokens([chunk])
-                block = self.with_activations(chunk_tokens, np.flatnonzero(chunk_tokens.is_wanted))
+                block = self.with_activations(
+                    chunk_tokens, np.flatnonzero(chunk_tokens.wanted_token_mask)
+                )
             else:
                 batch = self._all_of(chunk)
                 block = Block(batch, np.arange(len(batch)))
             return (
-                Block(block.token_batch, block.wanted_token_indices[self.are_within_limits(block)]),
+                Block(
+                    block.token_batch, block.wanted_token_indices[self.within_limits_mask(block)]
+                ),
             )
 
         return read
 
-    def are_within_limits(self, block: Block) -> np.ndarray:
-        """Returns whether the norms of each wanted token do not exceed `max_norm`, bool (wanted,).
+    def within_limits_mask(self, block: Block) -> np.ndarray:
+        """Returns a mask of the wanted tokens of a block whose norms do not exceed `max_norm`.
 
         Args:
             block: Block whose `wanted_token_indices` select the wanted tokens, with the activations
                 of all hooks that have a limit.
+
+        Returns:
+            Whether the norms of each wanted token are within the limits at all hooks, bool
+            (wanted tokens,).
         """
-        is_within_norm_limits = np.ones(len(block.token_batch), bool)
+        within_limits_mask_of_block = np.ones(len(block.token_batch), bool)
         for hook_name, max_norm in self.options.max_norm.items():
-            is_within_norm_limits &= (
+            within_limits_mask_of_block &= (
                 np.linalg.norm(block.token_batch[hook_name].astype(np.float32), axis=1) <= max_norm
             )
-        return is_within_norm_limits[block.wanted_token_indices]
+        return within_limits_mask_of_block[block.wanted_token_indices]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
         """Copies some of the wanted tokens of blocks into a new batch, and returns the batch.
@@ -517,24 +527,26 @@ class TokenSource:
             stop_in_block = max(stop - num_preceding_tokens, 0)
             taken_token_indices = block.wanted_token_indices[start_in_block:stop_in_block]
             if len(taken_token_indices):
-                first_index_in_batch = max(num_preceding_tokens - start, 0)
-                # NumPy's warning about values that overflow is switched off, because an error is
-                # raised below. NumPy would only notice float32 values that overflow.
+                first_token_index_in_batch = max(num_preceding_tokens - start, 0)
+                # NumPy's warning about overflow is switched off, because it does not cover every
+                # conversion: NumPy warns if float32 values overflow float16, but not if bfloat16
+                # values do. For both, ValueError is raised below.
                 with np.errstate(over="ignore"):
                     copy_wanted_tokens(
                         Block(block.token_batch, taken_token_indices),
                         np.arange(
-                            first_index_in_batch, first_index_in_batch + len(taken_token_indices)
+                            first_token_index_in_batch,
+                            first_token_index_in_batch + len(taken_token_indices),
                         ),
                         batch,
                     )
             num_preceding_tokens += len(block.wanted_token_indices)
         for hook_name in requested_dtype_by_hook:
-            converted_values = batch[hook_name]
+            batch_values = batch[hook_name]
             was_converted_to_float16 = (
-                hooks[hook_name].user_dtype != converted_values.dtype == np.float16
+                hooks[hook_name].user_dtype != batch_values.dtype == np.float16
             )
-            if was_converted_to_float16 and overflows(converted_values):
+            if was_converted_to_float16 and overflows(batch_values):
                 raise ValueError(
                     f"hook {hook_name!r}: float16 ends at 65504, before its largest values; "
                     'read them with dtype="bfloat16" or "float32"'

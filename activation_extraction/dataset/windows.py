@@ -154,15 +154,17 @@ class Windows:
             The window. None if there are no tokens after the position.
         """
         chunk_index = begin_position.chunk
-        # The window contains a part of the wanted tokens of each chunk. `part_start` and
-        # `part_stop` are indices into the `wanted_token_indices` of the chunk's blocks.
-        part_start = begin_position.row
+        # The window contains a part of the wanted tokens of each chunk. The part consists of the
+        # elements from `start_in_wanted_tokens` to `stop_in_wanted_tokens` (exclusive) of the
+        # `wanted_token_indices` of the chunk's blocks.
+        start_in_wanted_tokens = begin_position.row
         num_window_tokens = 0
         window_batches = self._batches_of_even_and_odd_windows[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
         blocks_of_chunk_parts = list[list[Block]]()
-        # Indices in `window_batches`, in the order in which tokens are copied to them.
+        # Element i is the index in each of the `window_batches` to which token i of the window is
+        # copied: i if tokens stay in order, otherwise element i of a random permutation.
         target_indices_of_window = np.arange(self.max_window_tokens)
         if self.seed is not None:
             random_generator = np.random.default_rng([self.seed, begin_position.window])
@@ -174,39 +176,41 @@ class Windows:
         ):
             # A block of this chunk for each run.
             chunk_blocks = self._blocks(chunk_index, thread_pool)
-            part_stop = min(
-                part_start + self.max_window_tokens - num_window_tokens,
+            stop_in_wanted_tokens = min(
+                start_in_wanted_tokens + self.max_window_tokens - num_window_tokens,
                 len(chunk_blocks[0].wanted_token_indices),
             )
-            num_part_tokens = part_stop - part_start
+            num_part_tokens = stop_in_wanted_tokens - start_in_wanted_tokens
             if num_part_tokens > 0:
                 part_blocks = [
-                    run_block._replace(
-                        wanted_token_indices=run_block.wanted_token_indices[part_start:part_stop]
+                    block_of_run._replace(
+                        wanted_token_indices=block_of_run.wanted_token_indices[
+                            start_in_wanted_tokens:stop_in_wanted_tokens
+                        ]
                     )
-                    for run_block in chunk_blocks
+                    for block_of_run in chunk_blocks
                 ]
                 if self.seed is not None or not all(map(_may_stay_in_memory, chunk_blocks)):
                     if not window_batches:
                         window_batches += [
-                            empty_batch(run_block.token_batch, self.max_window_tokens)
-                            for run_block in part_blocks
+                            empty_batch(block_of_run.token_batch, self.max_window_tokens)
+                            for block_of_run in part_blocks
                         ]
                     target_indices_of_part = target_indices_of_window[
                         num_window_tokens : num_window_tokens + num_part_tokens
                     ]
-                    for run_block, window_batch in zip(part_blocks, window_batches, strict=True):
-                        copy_wanted_tokens(run_block, target_indices_of_part, window_batch)
+                    for block_of_run, window_batch in zip(part_blocks, window_batches, strict=True):
+                        copy_wanted_tokens(block_of_run, target_indices_of_part, window_batch)
                     part_blocks = [
                         Block(window_batch, target_indices_of_part)
                         for window_batch in window_batches
                     ]
                 blocks_of_chunk_parts.append(part_blocks)
                 num_window_tokens += num_part_tokens
-                part_start = part_stop
-            if part_start >= len(chunk_blocks[0].wanted_token_indices):
+                start_in_wanted_tokens = stop_in_wanted_tokens
+            if start_in_wanted_tokens >= len(chunk_blocks[0].wanted_token_indices):
                 chunk_index += 1
-                part_start = 0
+                start_in_wanted_tokens = 0
         if not num_window_tokens:
             return None
         if self.seed is not None:
@@ -219,7 +223,7 @@ class Windows:
         return Window(
             [*zip(*blocks_of_chunk_parts, strict=True)],
             num_window_tokens,
-            Position(begin_position.window + 1, chunk_index, part_start),
+            Position(begin_position.window + 1, chunk_index, start_in_wanted_tokens),
         )
 
     def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:
@@ -239,12 +243,12 @@ class Windows:
                 then abandoned.
         """
         self._future_by_chunk_index.pop(chunk_index - 1, None)
-        for next_chunk_index in range(
+        for chunk_index_to_read in range(
             chunk_index, min(chunk_index + self.num_chunks_read_at_once, len(self.chunks))
         ):
-            if next_chunk_index not in self._future_by_chunk_index:
-                self._future_by_chunk_index[next_chunk_index] = thread_pool.submit(
-                    self.read, self.chunks[next_chunk_index]
+            if chunk_index_to_read not in self._future_by_chunk_index:
+                self._future_by_chunk_index[chunk_index_to_read] = thread_pool.submit(
+                    self.read, self.chunks[chunk_index_to_read]
                 )
         return self._future_by_chunk_index[chunk_index].result()
 
@@ -267,7 +271,9 @@ def _may_stay_in_memory(block: Block) -> bool:
     )
 
 
-def cut_chunk(chunk: Chunk, tokens_per_part: float, tokens_per_unit: int = 1) -> list[Chunk]:
+def cut_chunk(
+    chunk: Chunk, tokens_per_part: float, tokens_per_indivisible_unit: int = 1
+) -> list[Chunk]:
     """Cuts a chunk into smaller chunks of about the same length.
 
     A chunk consists of consecutive tokens of a shard.
@@ -276,17 +282,19 @@ def cut_chunk(chunk: Chunk, tokens_per_part: float, tokens_per_unit: int = 1) ->
         chunk: The chunk to cut.
         tokens_per_part: Approximate number of tokens in a smaller chunk, which has at least one
             token.
-        tokens_per_unit: Number of tokens in a unit that is not cut, such as the tokens with a
-            common checksum. Every smaller chunk except the last consists of whole units, and the
-            smaller chunks differ by at most one unit.
+        tokens_per_indivisible_unit: Number of tokens in a unit that is not cut, such as the tokens
+            with a common checksum. Units are counted from the start of the chunk, and the last unit
+            may be shorter. Every smaller chunk consists of whole units, and the numbers of their
+            units differ by at most one.
 
     Returns:
         The smaller chunks in order; an empty list if the chunk is empty.
     """
-    num_units_of_chunk = -(-len(chunk) // tokens_per_unit)
-    part_count = min(max(round(len(chunk) / tokens_per_part), 1), num_units_of_chunk)
+    num_indivisible_units = -(-len(chunk) // tokens_per_indivisible_unit)
+    part_count = min(max(round(len(chunk) / tokens_per_part), 1), num_indivisible_units)
     start_indices_of_parts = [
-        chunk.start + num_units_of_chunk * part_number // part_count * tokens_per_unit
+        chunk.start
+        + num_indivisible_units * part_number // part_count * tokens_per_indivisible_unit
         for part_number in range(part_count)
     ]
     return [
