@@ -102,7 +102,7 @@ NOT_CONTENT = {"list_hooks", "max_samples", "max_tokens"}
 
 def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
     """All hosts compare the flags of inputs, but for their paths."""
-    about_content = {name for name, flag in FLAGS.items() if flag.group in ABOUT_CONTENT}
+    about_content = {name for name, flag in FLAGS.items() if flag.help_group in ABOUT_CONTENT}
     of_inputs = {flag for run_input in INPUTS for flag in run_input.flag_names}
     of_identity = ONE.to_json().keys()
     assert about_content - of_inputs - of_identity == AS_HOOKS | NOT_CONTENT

@@ -66,7 +66,7 @@ by Ctrl-C or SIGTERM, with all complete samples stored.
 # Width in characters of the texts below the titles of the groups in --help. argparse indents these
 # texts by two more characters.
 GROUP_TEXT_WIDTH = 76
-Values = dict[str, Any]  # name of a flag that the user or an environment variable sets -> its value
+ValueByFlagName = dict[str, Any]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -81,7 +81,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         SystemExit: If --help or --version has been printed.
     """
     command_words = sys.argv[1:] if argv is None else argv
-    flag_values: Values = vars(build_parser().parse_args(_with_slices(command_words)))
+    flag_values: ValueByFlagName = vars(build_parser().parse_args(_with_slices(command_words)))
     _fill_from_environment(flag_values)
     _refuse_conflicts(flag_values)
     _check_hosts(flag_values)
@@ -155,12 +155,12 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for flag_group in GROUPS:
-        group_text = flag_group.text_below_title
+    for help_group in GROUPS:
+        group_text = help_group.text_below_title
         wrapped_text = group_text and textwrap.fill(group_text, GROUP_TEXT_WIDTH)
-        argument_group = flag_parser.add_argument_group(flag_group.title, wrapped_text)
+        argument_group = flag_parser.add_argument_group(help_group.title, wrapped_text)
         for flag_name, flag in FLAGS.items():
-            if flag.group == flag_group:
+            if flag.help_group == help_group:
                 _add_flag(argument_group, flag_name, flag)
     # --version is added to the group that the loop made last, which is GENERAL.
     program_version = f"activation-extraction {__version__}"
@@ -226,7 +226,7 @@ def _epilog() -> str:
     return HELP_BEFORE_VARIABLES + "\n".join(environment_variable_lines) + HELP_AFTER_VARIABLES
 
 
-def _fill_from_environment(values: Values) -> None:
+def _fill_from_environment(values: ValueByFlagName) -> None:
     """Sets missing flags to the values of their environment variables.
 
     Args:
@@ -280,7 +280,7 @@ def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
     return flag_names
 
 
-def _take_variable(values: Values, name: str, variable: str) -> None:
+def _take_variable(values: ValueByFlagName, name: str, variable: str) -> None:
     """Sets a flag to the value of an environment variable, which must be set.
 
     Args:
@@ -323,7 +323,7 @@ def task_without_machine(config: Config) -> str | None:
     return None
 
 
-def _refuse_conflicts(values: Values) -> None:
+def _refuse_conflicts(values: ValueByFlagName) -> None:
     """Checks that flags can be used together, and that no flag is missing that another flag needs.
 
     Args:
@@ -374,7 +374,7 @@ def _refuse_conflicts(values: Values) -> None:
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 
 
-def _check_hosts(values: Values) -> None:
+def _check_hosts(values: ValueByFlagName) -> None:
     """Checks the flags that describe the hosts of a pod.
 
     Args:
@@ -400,22 +400,22 @@ def _check_hosts(values: Values) -> None:
         )
 
 
-def _dependent_values(values: Values) -> Values:
+def _dependent_values(values: ValueByFlagName) -> ValueByFlagName:
     """Returns the values of the flags whose defaults depend on other flags.
 
     Args:
         values: Name -> value of each flag that the user or an environment variable sets.
 
     Returns:
-        Name -> value of such flags. Values in `values` are returned unchanged. If a flag is missing
-        in `values`, its value is the default that the other flags determine. Flags to which the
-        defaults in flags.py apply may be left out.
+        Name -> value of each flag whose default depends on other flags: its value in `values` if it
+        is set, otherwise the default that the other flags determine. The result may lack a flag
+        that `values` contains, or to which its default in flags.py applies.
     """
     recomputes_samples = "verify" in values and "model_path" in values
-    is_compressible = values.get("shard_format") != "safetensors"
-    value_by_dependent_flag: Values = {
+    is_shard_format_compressible = values.get("shard_format") != "safetensors"
+    value_by_dependent_flag: ValueByFlagName = {
         "verify_samples": 0,
-        "compress_shards": is_compressible and values.get("compress_shards", True),
+        "compress_shards": is_shard_format_compressible and values.get("compress_shards", True),
     }
     if recomputes_samples:
         default_verify_samples = InspectionOptions.verify_samples
@@ -478,7 +478,7 @@ def _check_text(text: TextOptions) -> None:
     Raises:
         InputError: If values are inconsistent.
     """
-    if text.positions.keeps_only_last_of_turn and text.messages_column is None:
+    if text.positions.keeps_only_last_token_of_turn and text.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
     dropped_token_names = [
         token_id_or_name

@@ -121,9 +121,9 @@ class Progress:
         self.num_samples = self.num_tokens = self.num_steps = 0
         self._num_flops = 0.0
         self._num_stored_samples, self.num_stored_tokens = stored
-        # Whether the bar counts tokens up to `max_tokens`. Otherwise it counts samples.
-        self._counts_tokens = max_tokens is not None
-        self._sample_or_token_limit = max_tokens if self._counts_tokens else max_samples
+        # With a limit of tokens, the bar counts tokens. Otherwise it counts samples.
+        self._has_token_limit = max_tokens is not None
+        self._sample_or_token_limit = max_tokens if self._has_token_limit else max_samples
         self._report_interval_seconds = interval
         self._num_chips = chips
         self._peak_flops = peak_flops  # FLOP/s of all devices together; None if it is unknown
@@ -133,7 +133,7 @@ class Progress:
         self._num_tokens_at_last_report = 0
         self._flops_at_last_report = 0.0
         if self._sample_or_token_limit:
-            unit_of_progress = "tokens" if self._counts_tokens else "samples"
+            unit_of_progress = "tokens" if self._has_token_limit else "samples"
             bar_format = (
                 "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
             ).replace("UNIT", unit_of_progress)
@@ -141,7 +141,7 @@ class Progress:
             bar_format = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
         self._progress_bar = tqdm(
             total=self._sample_or_token_limit,
-            initial=stored[self._counts_tokens],
+            initial=self.num_stored_tokens if self._has_token_limit else self._num_stored_samples,
             desc="extracting",
             bar_format=bar_format,
             disable=not (on_terminal() and log.isEnabledFor(logging.INFO)),
@@ -167,7 +167,7 @@ class Progress:
                 f"{counted(self.num_stored_tokens, 'token')}, {tokens_per_second:,.0f} tokens/s"
             )
             self._progress_bar.set_postfix_str(bar_postfix, refresh=False)
-            self._progress_bar.update(kept if self._counts_tokens else samples)
+            self._progress_bar.update(kept if self._has_token_limit else samples)
         if time.perf_counter() - self._last_report_time >= self._report_interval_seconds:
             self._report()
 
@@ -203,7 +203,7 @@ class Progress:
         if self._progress_bar.disable:
             samples_in_words = counted(metrics_of_interval["samples"], "sample")
             tokens_in_words = counted(self.num_stored_tokens, "token")
-            if self._counts_tokens:
+            if self._has_token_limit:
                 limit_in_words = counted(self._sample_or_token_limit or 0, "token")
                 tokens_in_words = f"{self.num_stored_tokens:,} of {limit_in_words}"
             elif self._sample_or_token_limit is not None:

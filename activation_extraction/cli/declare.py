@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from activation_extraction.cli.values import integer, positive, text
 
 
-class Group(NamedTuple):
+class HelpGroup(NamedTuple):
     """A group of flags in --help.
 
     Attributes:
@@ -33,18 +33,19 @@ class EnvironmentVariables:
         variable_names: Names of the variables. The first variable that is set is used.
         required_flag: Name of a flag without which the variables are ignored; "" if the variables
             do not depend on a flag.
-        excluding_flags: Names of flags. The variables are ignored if one of these flags is set.
+        flags_that_disable_variables: Names of flags. The variables are ignored if one of these
+            flags is set.
     """
 
     variable_names: tuple[str, ...]
     required_flag: str = ""
-    excluding_flags: tuple[str, ...] = ()
+    flags_that_disable_variables: tuple[str, ...] = ()
 
     def are_read_with(self, flag_names: Collection[str]) -> bool:
         """Returns whether these environment variables may give a missing flag its value.
 
         The variables are ignored if the flag `required_flag` is not set, or if one of
-        `excluding_flags` is set.
+        `flags_that_disable_variables` is set.
 
         Args:
             flag_names: Names of the flags that are set, on the command line or by other environment
@@ -52,7 +53,7 @@ class EnvironmentVariables:
         """
         has_needed_flag = not self.required_flag or self.required_flag in flag_names
         return has_needed_flag and not any(
-            flag_name in flag_names for flag_name in self.excluding_flags
+            flag_name in flag_names for flag_name in self.flags_that_disable_variables
         )
 
 
@@ -63,7 +64,8 @@ class Flag:
     Attributes:
         argparse_options: Arguments of argparse's `add_argument` by name. `type` is a parser of
             values.py.
-        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
+        help_group: Group of flags in --help; None for the group that `part` sets for all flags of
+            the dataclass.
         needs: Name of another flag without which this flag is refused, or several names with
             " or " between them if any of these flags is enough; "" if no other flag is needed.
         excluded_flags: Names of flags that cannot be used together with this flag.
@@ -79,7 +81,7 @@ class Flag:
     """
 
     argparse_options: dict[str, Any]
-    group: Group | None = None
+    help_group: HelpGroup | None = None
     needs: str = ""
     excluded_flags: tuple[str, ...] = ()
     environment_variables: EnvironmentVariables | None = None
@@ -96,7 +98,7 @@ def flag(
     *,
     unit: str = "",
     default_is: str = "",
-    group: Group | None = None,
+    help_group: HelpGroup | None = None,
     needs: str = "",
     excluded_flags: tuple[str, ...] = (),
     environment_variables: EnvironmentVariables | None = None,
@@ -114,7 +116,8 @@ def flag(
         parse: Parser of the value (values.py). It is not used for a flag with `choices`.
         unit: Unit of the default, with a space in front, for the help text.
         default_is: Description of the default for the help text; "" to show the value of `default`.
-        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
+        help_group: Group of flags in --help; None for the group that `part` sets for all flags of
+            the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
         excluded_flags: Names of flags that cannot be used together with this flag.
         environment_variables: Environment variables that replace the flag if it is missing; None if
@@ -142,7 +145,7 @@ def flag(
         options = {"type": parse, "metavar": "NAME", **options}
     flag_declaration = Flag(
         {"help": help, **options},
-        group,
+        help_group,
         needs,
         excluded_flags,
         environment_variables,
@@ -156,7 +159,7 @@ def flag(
 def switch(
     help: str,
     *,
-    group: Group | None = None,
+    help_group: HelpGroup | None = None,
     needs: str = "",
     excluded_flags: tuple[str, ...] = (),
     determines_shards: bool = False,
@@ -166,7 +169,8 @@ def switch(
 
     Args:
         help: Help text.
-        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
+        help_group: Group of flags in --help; None for the group that `part` sets for all flags of
+            the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
         excluded_flags: Names of flags that cannot be used together with this flag.
         determines_shards: Whether the value of the flag determines the content of shards (see
@@ -179,7 +183,7 @@ def switch(
     argparse_options = {"help": help, "action": "store_true"}
     flag_declaration = Flag(
         argparse_options,
-        group,
+        help_group,
         needs,
         excluded_flags,
         determines_shards=determines_shards,
@@ -193,7 +197,7 @@ def pair(
     negated_name: str,
     negated_help: str,
     *,
-    group: Group | None = None,
+    help_group: HelpGroup | None = None,
     determines_shards: bool = False,
 ) -> Any:
     """Declares a boolean flag that is true by default, and a second flag that makes it false.
@@ -202,7 +206,8 @@ def pair(
         help: Help text of the flag.
         negated_name: Name of the second flag.
         negated_help: Help text of the second flag.
-        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
+        help_group: Group of flags in --help; None for the group that `part` sets for all flags of
+            the dataclass.
         determines_shards: Whether the value of the flag determines the content of shards (see
             `Flag`).
 
@@ -212,7 +217,7 @@ def pair(
     argparse_options = {"help": f"{help} (default)", "action": "store_true"}
     flag_declaration = Flag(
         argparse_options,
-        group,
+        help_group,
         negated_name_and_help=(negated_name, negated_help),
         determines_shards=determines_shards,
     )
@@ -294,14 +299,16 @@ def gigabytes(
     return flag(help, default, parse, unit=" GB", metavar="GB", **options)
 
 
-def part(options_class: type[Any], group: Group) -> Any:
+def part(options_class: type[Any], help_group: HelpGroup) -> Any:
     """Declares a field of `Config` that contains several flags.
 
     Args:
         options_class: Dataclass whose fields are flags.
-        group: Group in --help of the flags in `options_class` that name no other group.
+        help_group: Group in --help of the flags in `options_class` that name no other group.
 
     Returns:
         The field of a dataclass.
     """
-    return field(default_factory=options_class, metadata={"part": options_class, "group": group})
+    return field(
+        default_factory=options_class, metadata={"part": options_class, "help_group": help_group}
+    )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from activation_extraction.cli.declare import (
     EnvironmentVariables,
     Flag,
-    Group,
+    HelpGroup,
     each_once,
     flag,
     gigabytes,
@@ -86,34 +86,34 @@ GIGABYTE = 10**9  # the number of bytes in a GB
 MAX_WAITING_BYTES = 16 * GIGABYTE
 
 # The groups of flags in --help.
-MODEL = Group("model")
-EXTRACT = Group("what to extract")
-TOKENS = Group(
+MODEL = HelpGroup("model")
+EXTRACT = HelpGroup("what to extract")
+TOKENS = HelpGroup(
     "which tokens to keep", "the model always reads whole samples; only kept tokens are stored"
 )
-TEXT = Group("text")
-MACHINES = Group("several machines", "each machine extracts its own share of the data")
-COMPUTING = Group("computing")
-HOSTS = Group("several hosts as one", "start the same command on every host of a pod")
-OUTPUT = Group("output")
-UPLOAD = Group(
+TEXT = HelpGroup("text")
+MACHINES = HelpGroup("several machines", "each machine extracts its own share of the data")
+COMPUTING = HelpGroup("computing")
+HOSTS = HelpGroup("several hosts as one", "start the same command on every host of a pod")
+OUTPUT = HelpGroup("output")
+UPLOAD = HelpGroup(
     "upload",
     "credentials come from the environment: for Google Cloud, gcloud auth application-default "
     "login, GOOGLE_APPLICATION_CREDENTIALS or the machine's service account; for S3, AWS_* "
     "variables; for Azure, AZURE_STORAGE_* variables. README.md names them",
 )
-PLAN = Group(
+PLAN = HelpGroup(
     "before a machine is rented",
     "give these flags together with the flags of a run, and the run is estimated instead of "
     "started. This needs neither weights nor data nor an accelerator, only the model's "
     "config.json. The sizes of released Qwen models are known even if the hub cannot be reached",
 )
-INSPECTION = Group(
+INSPECTION = HelpGroup(
     "looking at a run",
     "these flags extract nothing. They look at the run in the bucket if --upload_to_gcs is given, "
     "otherwise at the run in --output_dir, which may be a URL here",
 )
-GENERAL = Group("general")
+GENERAL = HelpGroup("general")
 GROUPS = (
     MODEL,
     EXTRACT,
@@ -284,7 +284,7 @@ class TextOptions:
         parse=parse_positions,
         metavar="RULE",
         determines_shards=True,
-        group=TOKENS,
+        help_group=TOKENS,
     )
     roles: tuple[str, ...] = several(
         "with --messages_column: store only the tokens with these roles in the conversation. "
@@ -297,7 +297,7 @@ class TextOptions:
         collect=each_once,
         metavar="ROLE",
         determines_shards=True,
-        group=TOKENS,
+        help_group=TOKENS,
     )
     drop_token_ids: tuple[Any, ...] = several(
         "tokens that are never stored, even if --positions selects them: token ids, or names of "
@@ -306,7 +306,7 @@ class TextOptions:
         collect=_ids_and_names,
         metavar="ID|NAME",
         determines_shards=True,
-        group=TOKENS,
+        help_group=TOKENS,
     )
     dataset_name: str | None = flag(
         "the name of a data set on the Hugging Face hub, whose rows are streamed",
@@ -438,7 +438,7 @@ class TextOptions:
         default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
         metavar="TOKENS",
         determines_shards=True,
-        group=COMPUTING,
+        help_group=COMPUTING,
     )
 
 
@@ -480,7 +480,7 @@ class ComputingOptions:
         "the number of devices along each axis of the mesh, in the order of --mesh_axes",
         default_is="as --mesh_type determines",
         environment_variables=EnvironmentVariables(
-            ("TPU_MESH_CONFIG",), excluding_flags=("mesh_type", "no_data_parallel")
+            ("TPU_MESH_CONFIG",), flags_that_disable_variables=("mesh_type", "no_data_parallel")
         ),
         parse=sizes,
         metavar="A,B[,C]",
@@ -525,18 +525,20 @@ class HostOptions:
         "and the flags that look at a run",
         0,
         least=0,
-        environment_variables=EnvironmentVariables(("MACHINE_ID",), excluding_flags=WITHOUT_SHARES),
+        environment_variables=EnvironmentVariables(
+            ("MACHINE_ID",), flags_that_disable_variables=WITHOUT_SHARES
+        ),
         metavar="I",
-        group=MACHINES,
+        help_group=MACHINES,
     )
     total_machines: int = number(
         "the number of independent machines that share the data. It may be much larger than the "
         "number of machines that run at a time",
         1,
         environment_variables=EnvironmentVariables(
-            ("TOTAL_MACHINES",), excluding_flags=WITHOUT_SHARES
+            ("TOTAL_MACHINES",), flags_that_disable_variables=WITHOUT_SHARES
         ),
-        group=MACHINES,
+        help_group=MACHINES,
     )
     multihost: bool = switch(
         "run one model together with the other hosts of the pod. On Cloud TPU, GKE and Slurm, this "
@@ -604,14 +606,14 @@ class OutputOptions:
         "store the shards in the bucket of --gcs_bucket, directly from memory. A shard counts as "
         "stored only when the bucket has confirmed it",
         needs="gcs_bucket",
-        group=UPLOAD,
+        help_group=UPLOAD,
     )
     gcs_bucket: str | None = flag(
         "with --upload_to_gcs: the name of a bucket of Google Cloud Storage, or the URL of any "
         "bucket, which begins with gs://, s3://, s3a://, az://, abfs:// or abfss://",
         parse=bucket,
         needs="upload_to_gcs",
-        group=UPLOAD,
+        help_group=UPLOAD,
     )
     gcs_prefix: str = flag(
         "with --upload_to_gcs: the folder in the bucket that contains a folder for each machine "
@@ -620,7 +622,7 @@ class OutputOptions:
         in_bucket,
         needs="upload_to_gcs",
         metavar="PATH",
-        group=UPLOAD,
+        help_group=UPLOAD,
     )
     upload_timeout: int = number(
         "how long an upload may take, with all its attempts, before the run stops. The time in "
@@ -628,7 +630,7 @@ class OutputOptions:
         300,
         unit=" s",
         metavar="SECONDS",
-        group=UPLOAD,
+        help_group=UPLOAD,
     )
 
     @property
@@ -700,27 +702,27 @@ class StorageOptions:
         "store at most N samples on this machine. Each of its hosts stores an equal share of N. A "
         "host with too few rows stores fewer samples, and the run names this host at the end",
         default_is="no limit",
-        group=TEXT,
+        help_group=TEXT,
     )
     max_tokens: int | None = number(
         "store at most N tokens on this machine. Each of its hosts stores an equal share of N. The "
         "last sample of a host is cut, so that the host stores exactly its share unless it has too "
         "few rows. This sample stays cut if the run is continued with a larger N",
         default_is="no limit",
-        group=TEXT,
+        help_group=TEXT,
     )
     overwrite: bool = switch(
         "begin a new run, which replaces the run in --output_dir and in the bucket. The files of "
         "the old run are deleted at the end. Each start with this flag begins anew (default: "
         "continue the old run)",
-        group=OUTPUT,
+        help_group=OUTPUT,
     )
     delete_local_after_upload: bool = pair(
         "with --upload_to_gcs: write no shards to --output_dir, only metadata.json and "
         "metrics.jsonl",
         "keep_local",
         "with --upload_to_gcs: write the shards to --output_dir as well as to the bucket",
-        group=UPLOAD,
+        help_group=UPLOAD,
     )
     writer_threads: int | None = number(
         "the number of threads that compress shards and add up their statistics",
@@ -954,12 +956,12 @@ class Config:
         "print the hooks of the model with all their names, widths, dtypes and bytes per token, "
         "then exit. This reads no weights, but only config.json, the special tokens in "
         "tokenizer.json and, if the model is in a local folder, the names of the tensors",
-        group=EXTRACT,
+        help_group=EXTRACT,
     )
     repair: bool = switch(
         "together with the flags of a stored run: compute the samples of damaged and missing "
         "shards again, then verify the folder, and exit with status 1 if a problem is left",
-        group=OUTPUT,
+        help_group=OUTPUT,
     )
     demo: bool = switch(
         "create a tiny model and some documents in --output_dir/demo_inputs, and extract their "
@@ -978,7 +980,7 @@ class Config:
             "id_column",
             "keep_columns",
         ),
-        group=GENERAL,
+        help_group=GENERAL,
     )
     log_every: int = number(
         "the time between two lines of metrics.jsonl and, if the output is not a terminal, between "
@@ -986,12 +988,12 @@ class Config:
         30,
         unit=" s",
         metavar="SECONDS",
-        group=GENERAL,
+        help_group=GENERAL,
     )
     verbose: bool = switch(
         "log every step and shard, on all hosts (default: hosts other than 0 log only problems)",
         may_differ_by_host=True,
-        group=GENERAL,
+        help_group=GENERAL,
     )
 
     @classmethod
@@ -1090,10 +1092,10 @@ def _declared_flags() -> dict[str, Flag]:
             continue
         for option_field in fields(config_field.metadata["part"]):
             flag = option_field.metadata["flag"]
-            flag_group = flag.group or config_field.metadata["group"]
-            names_and_flags.append((option_field.name, replace(flag, group=flag_group)))
+            help_group = flag.help_group or config_field.metadata["help_group"]
+            names_and_flags.append((option_field.name, replace(flag, help_group=help_group)))
     return dict(
-        sorted(names_and_flags, key=lambda name_and_flag: GROUPS.index(name_and_flag[1].group))
+        sorted(names_and_flags, key=lambda name_and_flag: GROUPS.index(name_and_flag[1].help_group))
     )
 
 

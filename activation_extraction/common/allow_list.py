@@ -86,18 +86,18 @@ class _CompleteInstructions:
         """
         returned_blocks: list[bytes] = []
         while size > 0 and self._has_bytes():
-            oldest_pending_bytes = self._recorded_stream.pending_blocks.popleft()
-            returned_bytes = oldest_pending_bytes[:size]
+            oldest_pending_block = self._recorded_stream.pending_blocks.popleft()
+            returned_bytes = oldest_pending_block[:size]
             returned_blocks.append(returned_bytes)
-            if len(oldest_pending_bytes) > size:
-                self._recorded_stream.pending_blocks.appendleft(oldest_pending_bytes[size:])
+            if len(oldest_pending_block) > size:
+                self._recorded_stream.pending_blocks.appendleft(oldest_pending_block[size:])
             size -= len(returned_bytes)
         return b"".join(returned_blocks)
 
     def readline(self) -> bytes:
-        """Returns the next line of the pickle, which is an argument of an instruction.
+        """Returns the next line of the pickle; b"" at the end of the pickle.
 
-        Returns b"" at the end of the pickle.
+        The unpickler only reads a line if it is an argument of an instruction.
         """
         return self._recorded_stream.pending_blocks.popleft() if self._has_bytes() else b""
 

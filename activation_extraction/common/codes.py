@@ -110,18 +110,15 @@ class Codes:
         values_start = RECORD_IDS + num_record_features
         active_feature_counts_of_tokens = records[:, 0].astype(np.int64)
         records_as_float32 = records.view(np.float32)
-        holds_active_feature = (
-            np.arange(num_record_features) < active_feature_counts_of_tokens[:, None]
-        )
+        # Mask (tokens, K) of the places in records that contain an active feature.
+        active_slot_mask = np.arange(num_record_features) < active_feature_counts_of_tokens[:, None]
         return cls(
             indptr=np.cumsum(
                 [0, *np.minimum(active_feature_counts_of_tokens, num_record_features)],
                 dtype=np.int64,
             ),
-            indices=records[:, RECORD_IDS:values_start][holds_active_feature],
-            data=records_as_float32[:, values_start:][holds_active_feature].astype(
-                dtype, copy=False
-            ),
+            indices=records[:, RECORD_IDS:values_start][active_slot_mask],
+            data=records_as_float32[:, values_start:][active_slot_mask].astype(dtype, copy=False),
             error=records_as_float32[:, 1].copy(),
             norm=records_as_float32[:, 2].copy(),
             features=features,
@@ -165,12 +162,13 @@ class Codes:
         values_start = RECORD_IDS + record_features
         records = np.zeros((len(feature_counts_of_tokens), record_width(record_features)), np.int32)
         records_as_float32 = records.view(np.float32)
-        holds_active_feature = np.arange(record_features) < feature_counts_of_tokens[:, None]
+        # Mask (tokens, K) of the places in records that contain an active feature.
+        active_slot_mask = np.arange(record_features) < feature_counts_of_tokens[:, None]
         records[:, 0] = feature_counts_of_tokens
         records_as_float32[:, 1] = self.error
         records_as_float32[:, 2] = self.norm
-        records[:, RECORD_IDS:values_start][holds_active_feature] = self.indices
-        records_as_float32[:, values_start:][holds_active_feature] = self.data
+        records[:, RECORD_IDS:values_start][active_slot_mask] = self.indices
+        records_as_float32[:, values_start:][active_slot_mask] = self.data
         return records
 
     def __len__(self) -> int:

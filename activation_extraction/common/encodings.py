@@ -145,7 +145,8 @@ def _blocks_of_tokens(x: np.ndarray) -> Iterator[slice]:
         x: An array (tokens, width).
 
     Yields:
-        A slice of the first axis. It contains at most VALUES_AT_ONCE values, or a single token.
+        A slice of the first axis. It contains at most VALUES_AT_ONCE values, or a single token if
+        one token has more values than this.
     """
     tokens_per_block = max(VALUES_AT_ONCE // max(x.shape[1], 1), 1)
     for first_token_index in range(0, len(x), tokens_per_block):

@@ -38,8 +38,8 @@ class _FileNames(NamedTuple):
     reclaimable_field_name: str
 
 
-# Type of the file system as which a hierarchy of control groups (cgroups) is mounted -> names of
-# the files in the folder of each control group.
+# File system type of a mounted hierarchy of control groups, "cgroup2" or "cgroup" -> names of the
+# files with the memory limit and the used memory in the folder of each control group.
 FILE_NAMES = {
     "cgroup2": _FileNames("memory.max", "memory.current", "inactive_file"),
     "cgroup": _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -76,8 +76,8 @@ class _MountedControlGroup(NamedTuple):
 def host_memory() -> int:
     """Returns the bytes of CPU memory that this process could use if no other process used any.
 
-    It is the memory of the computer, or the smallest limit of a control group that contains this
-    process if that is less.
+    It is the smallest of these numbers: the memory of the computer, and the limit of each control
+    group that contains this process and has a limit.
     """
     control_group_limits_in_bytes = [
         control_group.limit_bytes for control_group in _limited_control_groups()
@@ -88,9 +88,9 @@ def host_memory() -> int:
 def available_memory() -> int:
     """Returns the bytes of CPU memory that this process can still allocate.
 
-    It is the smallest of several numbers: the computer's available memory (its whole memory, if the
-    system does not report the available memory), and the unused bytes of each control group with a
-    limit that contains this process.
+    It is the smallest of these numbers: the available memory of the computer, and the unused bytes
+    of each control group that contains this process and has a limit. If the system does not report
+    the available memory, the whole memory of the computer is used in its place.
     """
     available_bytes = _computer_memory()
     for control_group in _limited_control_groups():
@@ -137,8 +137,8 @@ def _mounted_control_groups() -> Iterator[_MountedControlGroup]:
     Control groups (cgroups) form one hierarchy or several. This process is in one group of each
     hierarchy.
     """
-    # Type of the file system of a hierarchy ("cgroup2" or "cgroup") -> path of this process's
-    # control group from the root of the hierarchy.
+    # File system type of a hierarchy, "cgroup2" or "cgroup" -> path of this process's control group
+    # from the root of the hierarchy.
     cgroup_path_by_file_system_type = {}
     for control_group_line in _kernel_file(GROUPS).splitlines():
         hierarchy_id, controllers, cgroup_path = control_group_line.split(":", 2)

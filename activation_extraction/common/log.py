@@ -32,9 +32,9 @@ def start_logging(verbose: bool, machine_number: int, host_number: int | None) -
             Hosts other than host 0 log only warnings and errors unless `verbose` is true.
     """
     log_handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
-    host_in_words = "?" if host_number is None else host_number
+    host_label = "?" if host_number is None else host_number
     line_format = (
-        f"%(asctime)s %(levelname)s machine {machine_number} host {host_in_words}: %(message)s"
+        f"%(asctime)s %(levelname)s machine {machine_number} host {host_label}: %(message)s"
     )
     log_handler.setFormatter(VisibleFormatter(line_format, "%Y-%m-%d %H:%M:%S"))
     log.handlers = [log_handler]

@@ -42,7 +42,7 @@ class Positions:
         probability: Probability with which a position is kept, between 0 and 1. None for a rule of
             another kind.
         seed: Seed of the random choice.
-        keeps_only_last_of_turn: Whether only the last position of each turn is kept.
+        keeps_only_last_token_of_turn: Whether only the last token of each turn is kept.
     """
 
     start: int | None = None
@@ -51,13 +51,13 @@ class Positions:
     num_random_positions: int | None = None
     probability: float | None = None
     seed: int = 0
-    keeps_only_last_of_turn: bool = False
+    keeps_only_last_token_of_turn: bool = False
 
     def expected(self, length: int) -> float:
         """Returns the expected number of kept tokens in a sample.
 
-        With `keeps_only_last_of_turn`, returns `length` as an upper bound, because the number of
-        turns is not known.
+        With `keeps_only_last_token_of_turn`, returns `length` as an upper bound, because the number
+        of turns is not known.
 
         Args:
             length: The number of tokens in the sample.
@@ -89,7 +89,7 @@ class Positions:
 
     def __str__(self) -> str:
         """Returns the rule in its canonical spelling, which `parse_positions` reads back."""
-        if self.keeps_only_last_of_turn:
+        if self.keeps_only_last_token_of_turn:
             return LAST_OF_TURN
         if self.num_random_positions is not None:
             start_suffix = "" if self.start is None else f":{self.start}"
@@ -124,7 +124,7 @@ def parse_positions(typed: str) -> Positions:
     if typed == "last":
         return Positions(start=-1)
     if typed == LAST_OF_TURN:
-        return Positions(keeps_only_last_of_turn=True)
+        return Positions(keeps_only_last_token_of_turn=True)
     if named_rule_match := NAMED.fullmatch(typed):
         number_in_rule = int(named_rule_match[2])
         if named_rule_match[1] == "first":

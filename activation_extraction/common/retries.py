@@ -84,8 +84,8 @@ def hub_unreachable(endpoint: str) -> OSError | None:
         always None, because only the proxy can tell.
     """
     hub_url = urlsplit(endpoint)
-    proxy_of_scheme = getproxies()
-    if proxy_of_scheme.get(hub_url.scheme) or proxy_of_scheme.get("all"):
+    proxy_url_by_scheme = getproxies()
+    if proxy_url_by_scheme.get(hub_url.scheme) or proxy_url_by_scheme.get("all"):
         return None
     hub_port = hub_url.port or (80 if hub_url.scheme == "http" else 443)
     # There are three attempts, because a failure may be momentary.

@@ -36,7 +36,7 @@ DTYPES: dict[str, np.dtype] = {
 DTYPE_NAMES = {dtype: dtype_name for dtype_name, dtype in DTYPES.items()}
 # The key of the only entry of a header that does not describe a tensor.
 METADATA_KEY = "__metadata__"
-# The size in bytes of the number at the beginning of a file, which is the length of its header.
+# A file begins with the length of its header, a number of this many bytes.
 LENGTH_BYTES = 8
 # The size in bytes of the first read of a file. Most headers are shorter.
 FIRST_BYTES = 2**17
@@ -133,12 +133,12 @@ def read_header(
     if header_end > len(first_bytes):
         header_json += read(len(first_bytes), header_end)
     try:
-        fields_of_tensor = json.loads(header_json)
-        metadata = fields_of_tensor.pop(METADATA_KEY, {})
+        header_entry_by_key = json.loads(header_json)
+        metadata = header_entry_by_key.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict):
             raise ValueError(f"{METADATA_KEY} is {metadata!r:.40}")
         tensor_by_name = {}
-        for tensor_name, tensor_fields in fields_of_tensor.items():
+        for tensor_name, tensor_fields in header_entry_by_key.items():
             if tensor_fields["dtype"] not in DTYPES:
                 raise error_type(
                     f"{file_name}: tensor {tensor_name} is {tensor_fields['dtype']}, which is not "
@@ -147,12 +147,12 @@ def read_header(
             tensor_by_name[tensor_name] = _parse_tensor(tensor_fields, header_end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise error_type(f"{file_name}: not a safetensors file: {error!r}") from error
-    described_file_bytes = max(
+    expected_file_bytes = max(
         (tensor.end for tensor in tensor_by_name.values()), default=header_end
     )
-    if described_file_bytes != size:
+    if expected_file_bytes != size:
         raise error_type(
-            f"{beginning_of_incomplete_file_message} describes {described_file_bytes:,}"
+            f"{beginning_of_incomplete_file_message} describes {expected_file_bytes:,}"
         )
     return Header(tensor_by_name, metadata, header_end)
 

@@ -57,12 +57,12 @@ def _stripped_url(url: re.Match[str]) -> str:
     user_and_password = url["user"]
     url_query = url["query"] or ""
     if user_and_password is None or ":" in user_and_password or url_scheme not in NAMES_BEFORE_AT:
-        kept_user_prefix = ""
+        user_name_and_at_sign = ""
     else:
-        kept_user_prefix = f"{user_and_password}@"
+        user_name_and_at_sign = f"{user_and_password}@"
     if url_scheme in ("http", "https") or "=" in url_query:
         url_query = ""
-    return f"{url_scheme}://{kept_user_prefix}{url['path']}{url_query}"
+    return f"{url_scheme}://{user_name_and_at_sign}{url['path']}{url_query}"
 
 
 def visible(text: object) -> str:

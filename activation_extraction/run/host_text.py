@@ -378,7 +378,7 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
         InputError: If the flags need roles that cannot be read from the turns of the template.
     """
     flag_that_needs_roles = f"--roles {' '.join(options.roles)}" if options.roles else ""
-    if options.positions.keeps_only_last_of_turn:
+    if options.positions.keeps_only_last_token_of_turn:
         flag_that_needs_roles = f"--positions {options.positions}"
     if flag_that_needs_roles and not template.has_roles:
         raise InputError(

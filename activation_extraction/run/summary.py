@@ -60,19 +60,19 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     """
     storage = run.storage
     stored_totals = storage.totals
-    run_repair = storage.plan.repair
-    if run_repair is not None:
+    repair_plan = storage.plan.repair
+    if repair_plan is not None:
         shard_numbers_in_words = (
             ranges_in_words(sorted(shard_commit.number for shard_commit in storage.new_commits))
             or "none"
         )
         repair_outcome = "repaired" if complete else "interrupted"
         say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers_in_words}")
-        if complete and run_repair.gaps:
-            if run_repair.status(stored_totals.samples) != "complete":
+        if complete and repair_plan.gaps:
+            if repair_plan.status(stored_totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
             elif (
-                num_added_tokens := stored_totals.tokens - run_repair.previous_metadata["tokens"]
+                num_added_tokens := stored_totals.tokens - repair_plan.previous_metadata["tokens"]
             ) > 0:
                 say(
                     "stored whole: samples that an earlier --max_tokens had cut, with "
@@ -260,10 +260,10 @@ def list_hooks(
         encoders: The autoencoders of --encode.
     """
     num_layers = model_config.num_hidden_layers
-    size_of_letter = model_config.sizes_with(max_sample_tokens)
+    size_by_axis_letter = model_config.sizes_with(max_sample_tokens)
     table_rows: list[tuple[str, ...]] = [COLUMNS]
     for hook_kind in table.kinds:
-        vector_type = hook_kind.vector_type(size_of_letter, dtype)
+        vector_type = hook_kind.vector_type(size_by_axis_letter, dtype)
         module_name, *other_module_names = hook_kind.module_names or ("",)
         hook_layers = hook_kind.layers(num_layers, table.layer_types)
         # K stands for the number of a layer.
@@ -273,9 +273,18 @@ def list_hooks(
         other_names_in_words = ", ".join(
             hook_alias.format("K") for hook_alias in (*hook_kind.aliases, *other_module_names)
         )
-        number_cells = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
+        width_dtype_and_bytes_cells = (
+            f"{vector_type.width:,}",
+            vector_type.dtype,
+            f"{vector_type.bytes:,}",
+        )
         table_rows.append(
-            (displayed_hook_name, module_name.format("K"), *number_cells, other_names_in_words)
+            (
+                displayed_hook_name,
+                module_name.format("K"),
+                *width_dtype_and_bytes_cells,
+                other_names_in_words,
+            )
         )
     column_widths = [max(map(len, table_column)) for table_column in zip(*table_rows, strict=True)]
     table_lines = []
@@ -294,7 +303,7 @@ def list_hooks(
     table_lines.append(f"K is the layer, from 0 to {num_layers - 1}")
     for encoder in encoders:
         activation_bytes_per_token = encoder.source_hook.kind.vector_type(
-            size_of_letter, dtype
+            size_by_axis_letter, dtype
         ).bytes
         table_lines.append(
             f"{encoder.in_words(dtype)} (the activations take {activation_bytes_per_token:,})"
@@ -311,12 +320,15 @@ def list_hooks(
 
 
 def ranges_in_words(numbers: Iterable[int]) -> str:
-    """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
+    """Returns ascending numbers of shards or layers in words.
+
+    For example, returns "1-3, 7" for 1, 2, 3 and 7.
+    """
     # One list for each range: its first and its last number, or its only number.
     number_range_bounds: list[list[int]] = []
-    for next_number in numbers:
-        if number_range_bounds and next_number == number_range_bounds[-1][-1] + 1:
-            number_range_bounds[-1][1:] = [next_number]
+    for shard_or_layer_number in numbers:
+        if number_range_bounds and shard_or_layer_number == number_range_bounds[-1][-1] + 1:
+            number_range_bounds[-1][1:] = [shard_or_layer_number]
         else:
-            number_range_bounds.append([next_number])
+            number_range_bounds.append([shard_or_layer_number])
     return ", ".join("-".join(map(str, range_bounds)) for range_bounds in number_range_bounds)

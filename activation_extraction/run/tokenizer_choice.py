@@ -141,17 +141,19 @@ def templates_in(repository: Repository) -> dict[str, str]:
                 raise InputError(f"{template_path}: cannot be read: {one_line(error)}") from error
     for file_name in TEMPLATE_SETTINGS:
         if not jinja_source_by_name and (template_path := repository.find(file_name)) is not None:
-            stored_templates = read_json(template_path).get("chat_template")
+            template_or_templates = read_json(template_path).get("chat_template")
             try:
-                if isinstance(stored_templates, list):
-                    stored_templates = {
+                if isinstance(template_or_templates, list):
+                    stored_template_by_name = {
                         named_template["name"]: named_template["template"]
-                        for named_template in stored_templates
+                        for named_template in template_or_templates
                     }
-                elif not isinstance(stored_templates, dict):
-                    stored_templates = {"default": stored_templates}
+                elif isinstance(template_or_templates, dict):
+                    stored_template_by_name = template_or_templates
+                else:
+                    stored_template_by_name = {"default": template_or_templates}
                 for template_name in TEMPLATE_FILES:
-                    if jinja_source := stored_templates.get(template_name):
+                    if jinja_source := stored_template_by_name.get(template_name):
                         if not isinstance(jinja_source, str):
                             raise TypeError("a template is not text")
                         jinja_source_by_name[template_name] = jinja_source

@@ -111,13 +111,13 @@ class Topology:
         """Returns a `Device` for each device of the machine, from which a mesh can be made."""
         platform_name = "tpu" if self.is_tpu else "gpu"
         num_devices = self.num_chips * self.chip_kind.devices_per_chip
-        described_devices = []
+        devices_of_topology = []
         for device_number in range(num_devices):
             host_number = device_number * self.num_hosts // num_devices
-            described_devices.append(
+            devices_of_topology.append(
                 Device(device_number, platform_name, self.chip_kind.chip_name, host_number)
             )
-        return described_devices
+        return devices_of_topology
 
     def compiler_devices(self) -> list[Any]:
         """Returns JAX's descriptions of the machine's TPU devices, to compile programs for them.
@@ -175,15 +175,15 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         usual_chips_per_host = (
             num_chips if is_two_dimensional and num_chips in (1, 8) else USUAL_HOST_CHIPS
         )
-        host_chip_counts_of_kind = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
+        candidate_chips_per_host = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
     else:
         num_chips = int(number_in_name or 1)
         topology_name = f"{chip_kind_name}-{num_chips}"
         usual_chips_per_host = min(num_chips, 8)
-        host_chip_counts_of_kind = [*range(1, num_chips + 1)]
+        candidate_chips_per_host = [*range(1, num_chips + 1)]
     possible_chips_per_host = [
         num_chips_of_host
-        for num_chips_of_host in host_chip_counts_of_kind
+        for num_chips_of_host in candidate_chips_per_host
         if num_chips % num_chips_of_host == 0
     ]
     num_host_chips = usual_chips_per_host if chips_per_host is None else chips_per_host
@@ -197,32 +197,38 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
 
 
 def _tpu_sides(
-    name: str, chip_kind_name: str, kind: ChipKind, number: str | None, shape: str | None
+    name: str,
+    chip_kind_name: str,
+    chip_kind: ChipKind,
+    number_in_name: str | None,
+    shape_in_name: str | None,
 ) -> tuple[int, ...]:
     """Returns the number of chips along each axis of a TPU.
 
     Args:
         name: The value of --plan, for the message.
         chip_kind_name: The first part of the name, a key of CHIP_KINDS.
-        kind: The kind of the chips.
-        number: The number in the name, such as 64. None if the name has no number.
-        shape: The shape in the name, such as 8x8. None if the name has no shape.
+        chip_kind: The kind of the chips.
+        number_in_name: The number in the name, such as 64 in v5e-64, which is
+            `ChipKind.units_in_name_per_chip` times the number of chips. None if the name has no
+            number.
+        shape_in_name: The shape in the name, such as 8x8. None if the name has no shape.
 
     Raises:
-        InputError: If there is no TPU with this number, or if the shape has another number of axes
-            or more chips than the largest TPU of this kind, or if both are None. The message lists
-            the valid names.
+        InputError: If no TPU of this kind has this number in its name, or if the shape has another
+            number of axes or more chips than the largest TPU of this kind, or if the name has
+            neither a number nor a shape. The message lists the valid names.
     """
     # Number in the name of a machine, as text -> shape of the machine, such as "64" -> "8x8".
     shape_by_number_in_name: dict[str, str] = {}
-    for shape_of_kind in kind.machine_shapes:
+    for shape_of_kind in chip_kind.machine_shapes:
         sides_of_shape = _sides_of_shape(shape_of_kind)
-        shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.units_in_name_per_chip)] = (
-            shape_of_kind
-        )
+        shape_by_number_in_name[
+            str(math.prod(sides_of_shape) * chip_kind.units_in_name_per_chip)
+        ] = shape_of_kind
     # The shapes are in ascending order, so the last one is the largest.
     sides_of_largest_shape = sides_of_shape
-    requested_shape = shape or shape_by_number_in_name.get(number or "", "0")
+    requested_shape = shape_in_name or shape_by_number_in_name.get(number_in_name or "", "0")
     requested_sides = _sides_of_shape(requested_shape)
     num_chips = math.prod(requested_sides)
     has_other_axis_count = len(requested_sides) != len(sides_of_largest_shape)

@@ -72,7 +72,7 @@ class TokenChoice:
         if self.roles:
             role_indices = [ROLES.index(role) for role in self.roles]
             eligible_mask &= np.isin(labels["role"], role_indices)
-        if self.position_rule.keeps_only_last_of_turn:
+        if self.position_rule.keeps_only_last_token_of_turn:
             eligible_indices = np.flatnonzero(eligible_mask)
             turns_of_eligible_tokens = labels["turn"][eligible_indices]
             is_last_token_of_turn = np.diff(turns_of_eligible_tokens, append=-1) != 0
