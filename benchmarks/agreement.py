@@ -93,23 +93,28 @@ class Comparison:
             float32_values_by_hook: The values of the document that the first contender computed in
                 float32. None if no float32 run was checked before.
         """
-        has_same_experts = same_experts(values_by_hook, reference_values_by_hook)
-        self.num_compared_tokens += len(has_same_experts)
-        self.num_rerouted_tokens += int((~has_same_experts).sum())
+        mask_of_tokens_with_same_experts = tokens_with_same_experts(
+            values_by_hook, reference_values_by_hook
+        )
+        self.num_compared_tokens += len(mask_of_tokens_with_same_experts)
+        self.num_rerouted_tokens += int((~mask_of_tokens_with_same_experts).sum())
         if float32_values_by_hook is None:
             self.num_tokens_with_changed_experts = None
         elif self.num_tokens_with_changed_experts is not None:
             self.num_tokens_with_changed_experts += int(
-                (~same_experts(values_by_hook, float32_values_by_hook)).sum()
+                (~tokens_with_same_experts(values_by_hook, float32_values_by_hook)).sum()
             )
             self.num_reference_tokens_with_changed_experts += int(
-                (~same_experts(reference_values_by_hook, float32_values_by_hook)).sum()
+                (~tokens_with_same_experts(reference_values_by_hook, float32_values_by_hook)).sum()
             )
-        if values_by_hook is not reference_values_by_hook and has_same_experts.any():
+        if (
+            values_by_hook is not reference_values_by_hook
+            and mask_of_tokens_with_same_experts.any()
+        ):
             self.deviations += [
                 deviation(
-                    hook_values[has_same_experts],
-                    reference_values_by_hook[hook_name][has_same_experts],
+                    hook_values[mask_of_tokens_with_same_experts],
+                    reference_values_by_hook[hook_name][mask_of_tokens_with_same_experts],
                 )
                 for hook_name, hook_values in values_by_hook.items()
                 if not _is_expert_hook(hook_name)
@@ -216,8 +221,10 @@ class Agreement:
         return comparison
 
 
-def same_experts(values_by_hook: ValuesByHook, expected_values_by_hook: ValuesByHook) -> np.ndarray:
-    """Returns which tokens two programs route to the same experts in all layers.
+def tokens_with_same_experts(
+    values_by_hook: ValuesByHook, expected_values_by_hook: ValuesByHook
+) -> np.ndarray:
+    """Returns a mask of the tokens that two programs route to the same experts in all layers.
 
     Args:
         values_by_hook: The values that one program stored: hook name -> array (..., width), where
@@ -227,16 +234,21 @@ def same_experts(values_by_hook: ValuesByHook, expected_values_by_hook: ValuesBy
             the same shapes.
 
     Returns:
-        A mask of the tokens, bool (...). It is True for all tokens of a model without experts.
+        The mask, bool (...): True for each token with the same experts. It is True for all tokens
+        of a model without experts.
     """
-    has_same_experts = np.ones(next(iter(values_by_hook.values())).shape[:-1], bool)
+    mask_of_tokens_with_same_experts = np.ones(next(iter(values_by_hook.values())).shape[:-1], bool)
     for expert_hook_name in filter(_is_expert_hook, values_by_hook):
-        sorted_experts = np.sort(values_by_hook[expert_hook_name].astype(np.float32), axis=-1)
-        sorted_expected_experts = np.sort(
+        sorted_expert_numbers = np.sort(
+            values_by_hook[expert_hook_name].astype(np.float32), axis=-1
+        )
+        sorted_expected_expert_numbers = np.sort(
             expected_values_by_hook[expert_hook_name].astype(np.float32), axis=-1
         )
-        has_same_experts &= (sorted_experts == sorted_expected_experts).all(axis=-1)
-    return has_same_experts
+        mask_of_tokens_with_same_experts &= (
+            sorted_expert_numbers == sorted_expected_expert_numbers
+        ).all(axis=-1)
+    return mask_of_tokens_with_same_experts
 
 
 def _is_expert_hook(hook_name: str) -> bool:
@@ -283,8 +295,9 @@ def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHo
         values, a dict from the name of a hook to an array (tokens, width).
     """
     for shard_path in sorted(folder.glob("shard_*.pkl.gz")):
-        # Number of a document in the data set -> its token ids, and -> hook name -> its values.
+        # Number of a document in the data set -> token ids of the document.
         token_ids_by_document_number: dict[int, np.ndarray] = {}
+        # Number of a document in the data set -> hook name -> values of the document at the hook.
         values_by_document_number_and_hook: dict[int, dict[str, np.ndarray]] = {}
         with open(shard_path, "rb") as shard_file:
             records_by_key = read_records(shard_file, shard_path.name, MAX_SHARD_BYTES)

@@ -81,7 +81,7 @@ class Server(socketserver.ThreadingTCPServer):
         bytes_per_second: Largest number of bytes per second of a connection.
         answer_counts: Totals since the start of the server.
         counts_lock: Lock for changes of `answer_counts`.
-        objects: Name of an object -> the object.
+        object_by_name: Name of an object -> the object.
         object_names: Names of the objects, sorted.
     """
 
@@ -94,12 +94,12 @@ class Server(socketserver.ThreadingTCPServer):
         self.bytes_per_second = rate * 1e6
         self.answer_counts = Counts(0, 0)
         self.counts_lock = Lock()
-        self.objects = {
+        self.object_by_name = {
             path.relative_to(folder).as_posix(): Object.of(path)
             for path in folder.rglob("*")
             if path.is_file()
         }
-        self.object_names = sorted(self.objects)
+        self.object_names = sorted(self.object_by_name)
 
     def handle_error(self, *_: object) -> None:
         """Ignores errors of connections, because a client may go away at any time."""
@@ -125,8 +125,8 @@ class Server(socketserver.ThreadingTCPServer):
             last_entry_of_previous_page: The last entry of the previous page. Empty for the first
                 page.
         """
-        # Entry of the page -> its XML. An entry is the name of an object, or the name of a folder
-        # followed by the delimiter.
+        # Entry of this page of the listing -> XML of the entry. An entry is the name of an object,
+        # or the name of a folder followed by the delimiter.
         xml_by_entry: dict[str, str] = {}
         first_object_index = bisect_left(
             self.object_names, max(prefix, last_entry_of_previous_page)
@@ -140,7 +140,7 @@ class Server(socketserver.ThreadingTCPServer):
             listing_entry = prefix + entry_after_prefix + delimiter_of_entry
             if listing_entry <= last_entry_of_previous_page or listing_entry in xml_by_entry:
                 continue
-            listed_object = self.objects[object_name]
+            listed_object = self.object_by_name[object_name]
             xml_by_entry[listing_entry] = (
                 f"<CommonPrefixes><Prefix>{escape(listing_entry)}</Prefix></CommonPrefixes>"
                 if delimiter_of_entry
@@ -198,7 +198,9 @@ class Connection(socketserver.StreamRequestHandler):
             )
             self.server.count_request(len(listing_page))
             return self.send(200, listing_page)
-        stored_object = self.server.objects.get(object_name) if bucket_name == BUCKET else None
+        stored_object = (
+            self.server.object_by_name.get(object_name) if bucket_name == BUCKET else None
+        )
         if stored_object is None:
             self.server.count_request(0)
             return self.send(404)
@@ -209,25 +211,28 @@ class Connection(socketserver.StreamRequestHandler):
             content_by_header_name.get("range", ""), stored_object.num_bytes
         )
         self.server.count_request(stop_offset - start_offset if method == "GET" else 0)
-        object_headers = f"ETag: {stored_object.etag}\r\nx-goog-generation: 1\r\n"
-        object_headers += f"Last-Modified: {HEADER_DATE}\r\n"
+        object_header_lines = f"ETag: {stored_object.etag}\r\nx-goog-generation: 1\r\n"
+        object_header_lines += f"Last-Modified: {HEADER_DATE}\r\n"
         if http_status == 206:
             content_range = f"{start_offset}-{stop_offset - 1}/{stored_object.num_bytes}"
-            object_headers += f"Content-Range: bytes {content_range}\r\n"
-        self.send_headers(http_status, stop_offset - start_offset, object_headers)
+            object_header_lines += f"Content-Range: bytes {content_range}\r\n"
+        self.send_headers(http_status, stop_offset - start_offset, object_header_lines)
         if method == "GET" and stop_offset > start_offset:
             self.send_file(stored_object.path, start_offset, stop_offset)
 
-    def send_headers(self, status: int, size: int, object_headers: str = "") -> None:
+    def send_headers(self, status: int, size: int, object_header_lines: str = "") -> None:
         """Sends the status and the headers of an answer.
 
         Args:
             status: The HTTP status.
             size: The number of bytes of the body.
-            object_headers: The headers about an object, each with its line end. "" for none.
+            object_header_lines: The lines of the headers about an object, each with its line end,
+                as one text. "" for none.
         """
         status_line = f"HTTP/1.1 {status} {REASONS[status]}\r\n"
-        self.wfile.write(f"{status_line}{object_headers}Content-Length: {size}\r\n\r\n".encode())
+        self.wfile.write(
+            f"{status_line}{object_header_lines}Content-Length: {size}\r\n\r\n".encode()
+        )
 
     def send(self, status: int, content: bytes = b"") -> None:
         """Sends an answer that does not contain a file, such as a listing or an error.
@@ -274,9 +279,13 @@ def requested_range(header: str, size: int) -> tuple[int, int, int]:
     range_match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
     if range_match is None:
         return 200, 0, size
-    first_byte_text, last_byte_text = range_match.groups()
-    start_offset = int(first_byte_text) if first_byte_text else max(0, size - int(last_byte_text))
-    stop_offset = min(int(last_byte_text) + 1, size) if first_byte_text and last_byte_text else size
+    # Without a start, the number after the hyphen is the number of bytes at the end of the object
+    # that are requested.
+    range_start_text, range_end_text = range_match.groups()
+    start_offset = int(range_start_text) if range_start_text else max(0, size - int(range_end_text))
+    stop_offset = (
+        min(int(range_end_text) + 1, size) if range_start_text and range_end_text else size
+    )
     return (206, start_offset, stop_offset) if start_offset < size else (416, 0, 0)
 
 

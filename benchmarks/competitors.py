@@ -61,7 +61,8 @@ class ExtractionMethod:
     uses_isal: bool = True
 
 
-# Name of a method -> method.
+# Name of an extraction method, as the command line of this script takes it -> the settings of the
+# method.
 EXTRACTION_METHODS = {
     "padded": ExtractionMethod(pads_batches=True, stores_float32=True, uses_isal=False),
     "sorted": ExtractionMethod(pads_batches=True, sorts_by_length=True, stores_float32=True),
@@ -73,20 +74,19 @@ def batches_of(
     lengths: Sequence[int],
     method: ExtractionMethod,
     batch_size: int,
-    batches_per_computed_batch: int,
+    computed_batch_stride: int,
 ) -> list[list[int]]:
     """Divides documents into batches, and selects the batches that are computed.
 
-    A number above 1 as `batches_per_computed_batch` saves time, because only a part of the batches
-    is selected.
+    A number above 1 as `computed_batch_stride` saves time, because only a part of the batches is
+    selected.
 
     Args:
         lengths: The number of tokens of each document.
         method: The extraction method, which determines how documents are batched.
         batch_size: The number of documents of a batch. Ignored if the method does not pad batches,
             because each batch is then a single document.
-        batches_per_computed_batch: The number of successive batches of which the middle one is
-            selected.
+        computed_batch_stride: The number of successive batches of which the middle one is selected.
 
     Returns:
         For each selected batch, the indices of its documents in `lengths`.
@@ -101,9 +101,9 @@ def batches_of(
         document_indices[batch_start : batch_start + batch_size] for batch_start in batch_starts
     ]
     index_of_first_selected_batch = min(
-        batches_per_computed_batch // 2, len(document_indices_of_batches) - 1
+        computed_batch_stride // 2, len(document_indices_of_batches) - 1
     )
-    return document_indices_of_batches[index_of_first_selected_batch::batches_per_computed_batch]
+    return document_indices_of_batches[index_of_first_selected_batch::computed_batch_stride]
 
 
 def load_transformers(folder: str, dtype: torch.dtype, hook_names: Sequence[str]) -> ComputeBatch:
@@ -122,16 +122,17 @@ def load_transformers(folder: str, dtype: torch.dtype, hook_names: Sequence[str]
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     model.eval()
     # The last hidden state of transformers is the output of the final norm, but the residual stream
-    # after the last layer is needed. It is the output if the norm does nothing.
+    # after the last layer is needed. If the norm does nothing, the last hidden state is this
+    # residual stream.
     model.norm = torch.nn.Identity()
     # Number of a layer -> numbers of the experts that each token of the batch is routed to,
     # (tokens, experts of a token).
-    experts_by_layer: dict[int, torch.Tensor] = {}
+    expert_numbers_by_layer: dict[int, torch.Tensor] = {}
     for layer in map(layer_of, filter(is_expert_hook, hook_names)):
 
         def hook_gate(_: Any, _inputs: Any, gate_output: Any, layer: int = layer) -> None:
             _logits, _weights, expert_numbers = gate_output
-            experts_by_layer[layer] = expert_numbers
+            expert_numbers_by_layer[layer] = expert_numbers
 
         model.layers[layer].mlp.gate.register_forward_hook(hook_gate)
 
@@ -148,7 +149,9 @@ def load_transformers(folder: str, dtype: torch.dtype, hook_names: Sequence[str]
             layer = layer_of(hook_name)
             if is_expert_hook(hook_name):
                 values_of_hooks.append(
-                    experts_by_layer[layer].to(torch.int16).reshape(*padded_token_ids.shape, -1)
+                    expert_numbers_by_layer[layer]
+                    .to(torch.int16)
+                    .reshape(*padded_token_ids.shape, -1)
                 )
             else:
                 values_of_hooks.append(model_output.hidden_states[layer + 1])
@@ -223,7 +226,7 @@ class Shards:
     method: ExtractionMethod
     written_bytes: int = 0
     _num_written_shards: int = 0
-    _collected_array_bytes: int = 0  # bytes of the values that are not written yet
+    _num_collected_array_bytes: int = 0  # bytes of the values that are not written yet
     # Name of a hook -> records that are not written yet, one for each document.
     _records_by_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -241,8 +244,11 @@ class Shards:
             values: The values at each hook, (tokens, width), in the order of `hook_names`.
         """
         hook_arrays = [as_numpy(tensor, self.method.stores_float32) for tensor in values]
-        array_bytes = sum(array.nbytes for array in hook_arrays)
-        if self._collected_array_bytes and self._collected_array_bytes + array_bytes > SHARD_BYTES:
+        num_array_bytes = sum(array.nbytes for array in hook_arrays)
+        if (
+            self._num_collected_array_bytes
+            and self._num_collected_array_bytes + num_array_bytes > SHARD_BYTES
+        ):
             self.flush()
         for hook_name, hook_array in zip(self.hook_names, hook_arrays, strict=True):
             shard_record = {
@@ -255,14 +261,14 @@ class Shards:
                 "doc_id": None,
             }
             self._records_by_hook.setdefault(hook_name, []).append(shard_record)
-        self._collected_array_bytes += array_bytes
+        self._num_collected_array_bytes += num_array_bytes
 
     def flush(self) -> None:
         """Writes the collected records as a shard, and waits until it is on the disk.
 
         Does nothing if no records have been collected.
         """
-        if not self._collected_array_bytes:
+        if not self._num_collected_array_bytes:
             return
         self._num_written_shards += 1
         shard_path = self.folder / f"shard_{self._num_written_shards:04d}.pkl.gz"
@@ -273,7 +279,7 @@ class Shards:
             os.fsync(shard_file.fileno())
         self.written_bytes += shard_path.stat().st_size
         self._records_by_hook = {}
-        self._collected_array_bytes = 0
+        self._num_collected_array_bytes = 0
 
     def _compressed(self, file: Any) -> Any:
         """Returns a binary stream that compresses its input with gzip and writes it to a file.
@@ -293,11 +299,11 @@ def run(
     documents: Sequence[Sequence[int]],
     batches: Sequence[Sequence[int]],
     shards: Shards,
-    documents_per_written_document: int,
+    written_document_stride: int,
 ) -> dict[str, float]:
     """Computes all batches, writes some of their documents, and measures the seconds of both.
 
-    Of every `documents_per_written_document` successive documents, the first one is written.
+    Of every `written_document_stride` successive documents, the first one is written.
     Computing and writing alternate in one thread.
 
     Args:
@@ -305,7 +311,7 @@ def run(
         documents: The token ids of each document.
         batches: For each batch, the indices of its documents in `documents`.
         shards: The shards to which documents are written.
-        documents_per_written_document: The number of successive computed documents of which one is
+        written_document_stride: The number of successive computed documents of which one is
             written.
 
     Returns:
@@ -323,12 +329,12 @@ def run(
             [documents[document_number] for document_number in document_numbers_of_batch]
         )
         run_figures["compute_seconds"] += time.perf_counter() - batch_start_time
-        for row_in_batch, document_number in enumerate(document_numbers_of_batch):
+        for row_index_in_batch, document_number in enumerate(document_numbers_of_batch):
             num_tokens = len(documents[document_number])
             run_figures["tokens"] += num_tokens
-            if run_figures["documents"] % documents_per_written_document == 0:
+            if run_figures["documents"] % written_document_stride == 0:
                 document_values = [
-                    hook_values[row_in_batch, :num_tokens] for hook_values in values_of_hooks
+                    hook_values[row_index_in_batch, :num_tokens] for hook_values in values_of_hooks
                 ]
                 shards.add(document_number, documents[document_number], document_values)
                 run_figures["written_tokens"] += num_tokens

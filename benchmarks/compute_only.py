@@ -59,8 +59,8 @@ def mean_seconds(step: StepFunction, batches: Sequence[Batch], min_seconds: floa
 def main() -> None:
     config = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
-    program = prepare_model(step_request(config))
-    num_rows, row_length = program.batch_shape
+    prepared_model = prepare_model(step_request(config))
+    num_rows, row_length = prepared_model.batch_shape
     token_ids_of_documents = tokenise(
         Path(config.model_options.model_path),
         Path(str(config.text_options.dataset_path)),
@@ -70,7 +70,7 @@ def main() -> None:
     documents_of_full_rows = [[token_id] * row_length for token_id in range(max(num_rows, 8))]
     full_batches = list(pack(samples_of(documents_of_full_rows), num_rows, row_length))
     start_time = time.perf_counter()
-    compiled_step = compile_step(program)
+    compiled_step = compile_step(prepared_model)
     # The first call of the step takes longer, because it also allocates memory. So it is not
     # measured with the other calls.
     mean_seconds(compiled_step, packed_batches[:1])
@@ -81,8 +81,8 @@ def main() -> None:
         "seconds": mean_seconds(compiled_step, packed_batches),
         "full_rows_tokens": sum(batch.num_tokens for batch in full_batches),
         "full_rows_seconds": mean_seconds(compiled_step, full_batches, MIN_SECONDS),
-        "full_rows_flops_per_token": program.model.flops([row_length]) / row_length,
-        "kernels": list(program.kernels),
+        "full_rows_flops_per_token": prepared_model.model.flops([row_length]) / row_length,
+        "kernels": list(prepared_model.kernels),
     }
     print(json.dumps(step_figures))
 

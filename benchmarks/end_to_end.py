@@ -19,11 +19,14 @@ routed. These columns of the table need an explanation:
 
 compute    the speed of computing without storing
 of peak    the speed as a fraction of the fastest matrix product
-deviation  the largest deviation from the first contender, over tokens with the same experts
-           (see agreement.py)
-experts    the fraction of tokens that are routed to other experts in any layer than by the first
-           contender in float32, in documents of at most 640 tokens
+deviation  the largest difference between an activation and the first contender's activation in the
+           same dtype, divided by the root mean square of the first contender's activations. It is
+           measured for tokens that both contenders route to the same experts (see agreement.py)
+experts    the fraction of tokens that are not routed to the same experts in all layers as in the
+           float32 run of the first contender
 disturbed  the fraction of the machine's processor time that other processes used meanwhile
+
+Activations and experts are compared only in documents of at most 640 tokens.
 
 Results for other families, on an idle machine with 2 cores (--shape SHAPE --documents 24
 --batch_size 4 --whole --only ours alone; 17,805 tokens, one round): tokens per second, and the
@@ -72,14 +75,14 @@ class DocumentSelection(NamedTuple):
     """The selection of the documents that a contender (a measured program) computes and writes.
 
     Attributes:
-        batches_per_computed_batch: Number of successive batches of which one is computed. 1 to
-            compute all.
-        documents_per_written_document: Number of successive computed documents of which one is
-            written. 1 to write all.
+        computed_batch_stride: Number of successive batches of which one is computed. 1 to compute
+            all.
+        written_document_stride: Number of successive computed documents of which one is written. 1
+            to write all.
     """
 
-    batches_per_computed_batch: int
-    documents_per_written_document: int
+    computed_batch_stride: int
+    written_document_stride: int
 
 
 ALL_DOCUMENTS = DocumentSelection(1, 1)
@@ -221,12 +224,12 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         dtype -> FLOP/s of the fastest product in the faster library.
     """
     peak_flops_per_second_by_dtype: dict[str, float] = defaultdict(float)
-    python_paths_and_libraries = [(sys.executable, "jax")]
+    interpreter_paths_and_libraries = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
-        python_paths_and_libraries.append((str(options.competitors), "torch"))
-    for python_path, library in python_paths_and_libraries:
+        interpreter_paths_and_libraries.append((str(options.competitors), "torch"))
+    for interpreter_path, library in interpreter_paths_and_libraries:
         peak_command = [
-            python_path,
+            interpreter_path,
             str(ROOT / "benchmarks/peak.py"),
             library,
             "--dtypes",
@@ -258,8 +261,8 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
             batches.
         full_rows_tokens_per_second, full_rows_flops_per_second: The speed of compute_only.py with
             batches without padding, in which each row is one document.
-        disturbed: The larger fraction of processor time that other processes used, of both
-            measurements.
+        disturbed: The fraction of the machine's processor time that other processes used during a
+            measurement, in the measurement in which this fraction is larger.
     """
     extraction_flags = [*bench.flags(), "--dtype", dtype]
     extraction_figures = extract(output, extraction_flags)
@@ -327,21 +330,23 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         dtype,
     ]
     competitor_command += ["--token_ids", str(bench.folder / "token_ids.json")]
-    competitor_command += ["--every", str(document_selection.batches_per_computed_batch)]
+    competitor_command += ["--every", str(document_selection.computed_batch_stride)]
     competitor_command += [
         "--written_every",
-        str(document_selection.documents_per_written_document),
+        str(document_selection.written_document_stride),
     ]
     competitor_command += ["--hooks", *bench.hook_names]
     competitor_process = run(competitor_command)
     competitor_figures = competitor_process.result
-    compute_seconds_per_token = competitor_figures["compute_seconds"] / competitor_figures["tokens"]
-    store_seconds_per_token = (
+    computing_seconds_per_token = (
+        competitor_figures["compute_seconds"] / competitor_figures["tokens"]
+    )
+    storing_seconds_per_token = (
         competitor_figures["store_seconds"] / competitor_figures["written_tokens"]
     )
     return {
-        "tokens_per_second": 1 / (compute_seconds_per_token + store_seconds_per_token),
-        "compute_tokens_per_second": 1 / compute_seconds_per_token,
+        "tokens_per_second": 1 / (computing_seconds_per_token + storing_seconds_per_token),
+        "compute_tokens_per_second": 1 / computing_seconds_per_token,
         "bytes_per_token": competitor_figures["bytes"] / competitor_figures["written_tokens"],
         "bytes": competitor_figures["bytes"],
         "tokens": competitor_figures["tokens"],
@@ -405,18 +410,24 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
 def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
     """Returns figures that describe how well a contender agrees with the first contender.
 
+    A contender is a measured program: this tool or a competitor.
+
     Args:
-        comparison: The comparison of the contender with the first one.
+        comparison: The comparison of the contender with the first contender in the same dtype. It
+            also contains the number of tokens whose experts differ from the experts in the float32
+            run of the first contender.
         has_experts: Whether the model has experts.
 
     Returns:
         A dict with these figures.
-        deviation: The largest difference between a value of the contender and the first
-            contender's value, divided by the root mean square of the first contender's values in
-            the same document and at the same hook. None if nothing was compared.
+        deviation: The largest difference between an activation of the contender and the activation
+            of the first contender in the same dtype, divided by the root mean square of the first
+            contender's activations in the same document and at the same hook. None if no
+            activations were compared, as in the first round for the first contender.
         compared_tokens: The number of compared tokens.
-        changed_experts: The fraction of these tokens that are routed to other experts than by the
-            first contender in float32. None in a model without experts or without a float32 run.
+        changed_experts: The fraction of these tokens that are not routed to the same experts in all
+            layers as in the float32 run of the first contender. None if the model has no experts,
+            if there was no float32 run, or if no tokens were compared.
     """
     changed_token_fraction = None
     if (
@@ -448,8 +459,11 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
     Returns:
         A dict with these figures.
         The figures in `rounds` that are numbers: The median of each figure over the rounds.
-        deviation, changed_experts: None if they are not known. Otherwise they are numbers, so that
-            their medians are returned.
+        deviation: The median over the rounds of the largest deviation from the first contender (see
+            `agreement_figures`). None if it was not measured in the first round.
+        changed_experts: The median over the rounds of the fraction of tokens with other experts
+            than in the float32 run of the first contender. None if it was not measured in the first
+            round.
         versions: Name of a package -> its version, for competitors. None for this tool.
         flops_per_second, compute_flops_per_second: FLOP/s of the extraction, and of computing
             alone.
@@ -520,8 +534,9 @@ def report(
         documents: A dict with "count" and "tokens", the numbers of documents and of their tokens,
             and with "layers", the numbers of the extracted layers.
         peak_flops_per_second: The argument `peaks`.
-        contenders: Contender -> dtype -> figures (see `summarise`), and, under the key "part", the
-            selection of the documents that the contender computed and wrote.
+        contenders: Contender -> dtype -> a dict of the figures (see `summarise`). Each of these
+            dicts also has the key "part": the selection of the documents that the contender
+            computed and wrote.
         ours_over: Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
     """
     print(HEADER)
@@ -590,24 +605,23 @@ def table_line(
         figures: The figures of the contender, as `summarise` returns them.
         document_selection: The selection of the documents that the contender computes and writes.
     """
-    end_to_end_tokens_per_second, compute_tokens_per_second = (
-        figures["tokens_per_second"],
-        figures["compute_tokens_per_second"],
-    )
+    end_to_end_tokens_per_second = figures["tokens_per_second"]
+    tokens_per_second_of_computation = figures["compute_tokens_per_second"]
     gflop_per_second = figures["flops_per_second"] / 1e9
-    compute_gflop_per_second = figures["compute_flops_per_second"] / 1e9
+    gflop_per_second_of_computation = figures["compute_flops_per_second"] / 1e9
     deviation_text = "-" if figures["deviation"] is None else f"{figures['deviation']:.1e}"
     changed_experts_text = (
         "-" if figures["changed_experts"] is None else f"{figures['changed_experts']:.1%}"
     )
     return (
-        f"{name:8}{dtype:9} {end_to_end_tokens_per_second:9.0f} {compute_tokens_per_second:8.0f}"
-        f" {gflop_per_second:8.0f} {compute_gflop_per_second:8.0f}"
+        f"{name:8}{dtype:9} {end_to_end_tokens_per_second:9.0f}"
+        f" {tokens_per_second_of_computation:8.0f}"
+        f" {gflop_per_second:8.0f} {gflop_per_second_of_computation:8.0f}"
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
         f" {figures['process_seconds']:6.0f} s {deviation_text:>10} {changed_experts_text:>8}"
-        f" {figures['disturbed']:9.0%}  1/{document_selection.batches_per_computed_batch} computed,"
-        f" 1/{document_selection.documents_per_written_document} of it written"
+        f" {figures['disturbed']:9.0%}  1/{document_selection.computed_batch_stride} computed,"
+        f" 1/{document_selection.written_document_stride} of it written"
     )
 
 
@@ -663,16 +677,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     with tempfile.TemporaryDirectory() as temporary_folder:
         bench = prepare(Path(temporary_folder), parsed_flags)
-        peak_speed_by_dtype_before = measure_peaks(parsed_flags)
+        peak_speed_by_dtype_before_runs = measure_peaks(parsed_flags)
         round_figures_by_contender_and_dtype = run_all(bench)
-        peak_speed_by_dtype_after = measure_peaks(parsed_flags)
+        peak_speed_by_dtype_after_runs = measure_peaks(parsed_flags)
         best_peak_speed_by_dtype = {
-            dtype: max(peak_speed_by_dtype_before[dtype], peak_speed_by_dtype_after[dtype])
-            for dtype in peak_speed_by_dtype_before
+            dtype: max(
+                peak_speed_by_dtype_before_runs[dtype], peak_speed_by_dtype_after_runs[dtype]
+            )
+            for dtype in peak_speed_by_dtype_before_runs
         }
         measured_peaks = {
-            "before": peak_speed_by_dtype_before,
-            "after": peak_speed_by_dtype_after,
+            "before": peak_speed_by_dtype_before_runs,
+            "after": peak_speed_by_dtype_after_runs,
             "best": best_peak_speed_by_dtype,
         }
         report_content = report(bench, round_figures_by_contender_and_dtype, measured_peaks)

@@ -67,8 +67,13 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
         "--compilation_cache",
         str(options.folder / "programs"),
     ]
-    layers_to_store = map(str, evenly_spaced(num_hooks, num_layers))
-    extraction_flags += ["--shard_format", "safetensors", "--layers_to_extract", *layers_to_store]
+    layer_number_texts = [str(layer) for layer in evenly_spaced(num_hooks, num_layers)]
+    extraction_flags += [
+        "--shard_format",
+        "safetensors",
+        "--layers_to_extract",
+        *layer_number_texts,
+    ]
     compute_command = [sys.executable, "-m", "benchmarks.compute_only", *extraction_flags]
     figures_of_computing = run(compute_command, options.platform).result
     output_folder = options.folder / "out"
@@ -127,30 +132,38 @@ def measure_transformers(folder: Path, num_hooks: int, options: argparse.Namespa
 
 
 def describe(
-    shape: str, num_hooks: int, tool_figures: Figures, torch_figures: Figures, peak: float
+    shape: str,
+    num_hooks: int,
+    tool_measurements: Figures,
+    transformers_measurements: Figures,
+    peak: float,
 ) -> Iterator[str]:
     """Yields lines that describe the figures of one model and one number of hooks.
 
     Args:
         shape: The name of the model's shape.
         num_hooks: The number of layers whose residual stream is stored.
-        tool_figures: Name of a figure of this tool -> figure (see `measure_tool`).
-        torch_figures: Name of a figure of transformers with PyTorch -> figure (see gpu_torch.py).
-            It is {"failed": message} if transformers could not be measured.
+        tool_measurements: Name of a figure of this tool -> figure (see `measure_tool`).
+        transformers_measurements: Name of a figure of transformers with PyTorch -> figure (see
+            gpu_torch.py). It is {"failed": message} if transformers could not be measured.
         peak: The FLOP/s of the fastest matrix product.
     """
-    tool_speed = tool_figures["tokens_per_second"]
+    tool_speed = tool_measurements["tokens_per_second"]
     yield (
-        f"{shape} {num_hooks} hooks: step {tool_figures['step_tokens_per_second']:.0f} tokens/s, "
-        f"{tool_figures['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; "
+        f"{shape} {num_hooks} hooks: "
+        f"step {tool_measurements['step_tokens_per_second']:.0f} tokens/s, "
+        f"{tool_measurements['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; "
         f"end to end {tool_speed:.0f} tokens/s "
-        f"({tool_figures['packed_tokens_per_second']:.0f} without storing), "
-        f"{tool_figures['bytes_per_second'] / 1e9:.2f} GB/s to disk"
+        f"({tool_measurements['packed_tokens_per_second']:.0f} without storing), "
+        f"{tool_measurements['bytes_per_second'] / 1e9:.2f} GB/s to disk"
     )
-    for batch_order, torch_speed in torch_figures.get("tokens_per_second", {}).items():
+    for batch_order, transformers_speed in transformers_measurements.get(
+        "tokens_per_second", {}
+    ).items():
         yield (
-            f"{shape} {num_hooks} hooks: transformers, {batch_order}: {torch_speed:.0f} tokens/s "
-            f"(ours {tool_speed / torch_speed:.2f})"
+            f"{shape} {num_hooks} hooks: transformers, {batch_order}: "
+            f"{transformers_speed:.0f} tokens/s "
+            f"(ours {tool_speed / transformers_speed:.2f})"
         )
 
 
@@ -201,15 +214,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model_config = model_config | {"num_hidden_layers": parsed_flags.depth}
             make_model(model_folder, model_config)
             for num_hooks in parsed_flags.hooks:
-                torch_figures = measure_transformers(model_folder, num_hooks, parsed_flags)
-                tool_figures = measure_tool(model_folder, num_hooks, parsed_flags)
+                transformers_measurements = measure_transformers(
+                    model_folder, num_hooks, parsed_flags
+                )
+                tool_measurements = measure_tool(model_folder, num_hooks, parsed_flags)
                 figures_by_shape_and_hooks[f"{shape_name} {num_hooks}"] = {
-                    "ours": tool_figures,
-                    "transformers": torch_figures,
+                    "ours": tool_measurements,
+                    "transformers": transformers_measurements,
                 }
                 peak_flops_per_second = max(peak_flops_per_second_by_library.values())
                 description_lines = describe(
-                    shape_name, num_hooks, tool_figures, torch_figures, peak_flops_per_second
+                    shape_name,
+                    num_hooks,
+                    tool_measurements,
+                    transformers_measurements,
+                    peak_flops_per_second,
                 )
                 print(*description_lines, sep="\n", flush=True)
             shutil.rmtree(model_folder)

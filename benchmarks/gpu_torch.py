@@ -55,7 +55,7 @@ def tokens_per_second(
     model: Any,
     lengths_of_batches: Sequence[Sequence[int]],
     output_by_layer: dict[int, torch.Tensor],
-    host_memory: torch.Tensor,
+    host_buffer: torch.Tensor,
     seconds: float,
 ) -> float:
     """Measures how fast batches are computed and the outputs of layers are copied to the host.
@@ -67,7 +67,7 @@ def tokens_per_second(
         model: The model, with hooks (see `add_hooks`).
         lengths_of_batches: For each batch, the lengths of its documents in tokens.
         output_by_layer: The dict in which the hooks store the outputs of layers.
-        host_memory: Memory on the host for the copies of the outputs, (hooks, tokens, width).
+        host_buffer: Tensor on the host into which the outputs are copied, (hooks, tokens, width).
         seconds: The time in seconds after which no further batch begins, except that at least two
             batches are computed.
 
@@ -88,8 +88,8 @@ def tokens_per_second(
             use_cache=False,
         )
         for hook_number, layer_output in enumerate(output_by_layer.values()):
-            memory_of_hook = host_memory[hook_number, : len(batch_lengths) * longest_length]
-            memory_of_hook.copy_(layer_output.flatten(0, 1), non_blocking=True)
+            buffer_of_hook = host_buffer[hook_number, : len(batch_lengths) * longest_length]
+            buffer_of_hook.copy_(layer_output.flatten(0, 1), non_blocking=True)
 
     for batch_lengths in lengths_of_batches[:3]:
         compute(batch_lengths)
@@ -125,12 +125,12 @@ def main() -> None:
     add_hooks(
         model, evenly_spaced(parsed_flags.hooks, model_config.num_hidden_layers), output_by_layer
     )
-    host_memory_shape = (
+    host_buffer_shape = (
         parsed_flags.hooks,
         parsed_flags.rows * parsed_flags.length,
         model_config.hidden_size,
     )
-    host_memory = torch.empty(host_memory_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
+    host_buffer = torch.empty(host_buffer_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
     document_texts = (json.loads(json_line)["text"] for json_line in parsed_flags.documents.open())
     document_lengths = [min(len(text), parsed_flags.length) for text in document_texts]
     speed_by_document_order = {}
@@ -147,11 +147,11 @@ def main() -> None:
         # the time is over before all of them are computed.
         random.Random(0).shuffle(lengths_of_batches)
         speed_by_document_order[order_in_words] = tokens_per_second(
-            model, lengths_of_batches, output_by_layer, host_memory, parsed_flags.seconds
+            model, lengths_of_batches, output_by_layer, host_buffer, parsed_flags.seconds
         )
     lengths_of_full_batch = [parsed_flags.length] * parsed_flags.rows
     speed_by_document_order["full rows"] = tokens_per_second(
-        model, [lengths_of_full_batch], output_by_layer, host_memory, parsed_flags.seconds
+        model, [lengths_of_full_batch], output_by_layer, host_buffer, parsed_flags.seconds
     )
     version_by_package = {package: version(package) for package in ("torch", "transformers")}
     print(

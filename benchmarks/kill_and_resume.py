@@ -125,7 +125,7 @@ class Extraction:
 
     Attributes:
         folder: Folder in which the logs of the processes and the script that they run are written.
-        flags: Flags of extract_activations.py.
+        flags: Flags of extract_activations.py, with their values.
         environment: Environment variables that are added to the variables of this process.
         varies_settings: Whether the batch size, the mesh and the number of devices are chosen at
             random at every start.
@@ -143,10 +143,14 @@ class Extraction:
     def start(self, *more_flags: str) -> StartedProcess:
         """Starts the extraction in a new process, which can be killed while it stores.
 
-        The process pauses before it stores each batch, so that it lasts long enough.
+        The process pauses before it stores each batch, so that there is time to kill it while it
+        stores.
 
         Args:
-            more_flags: Flags that are added to the flags of the extraction.
+            more_flags: Flags and their values that are added to the flags of the extraction.
+
+        Returns:
+            The process, which may still be running.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.num_starts += 1
@@ -266,7 +270,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
     Raises:
         RuntimeError: If a sample is stored twice, or if the run log of a folder has a problem.
     """
-    sample_by_number: dict[int, Sample] = {}
+    sample_by_sample_number: dict[int, Sample] = {}
     for folder in map(Folder, map(str, urls)):
         run_log = RunLog.read(folder)
         if run_log.problems:
@@ -281,10 +285,13 @@ def samples_in(*urls: object) -> dict[int, Sample]:
             for stored_sample, table_row in zip(samples_of_commit, table_rows, strict=True):
                 sample_facts = table_row.facts
                 sample_number = sample_facts.sample_idx
-                number_in_shard_file = stored_sample.tokens.sample_idx
-                if sample_number in sample_by_number or number_in_shard_file != sample_number:
+                sample_number_in_shard_file = stored_sample.tokens.sample_idx
+                if (
+                    sample_number in sample_by_sample_number
+                    or sample_number_in_shard_file != sample_number
+                ):
                     raise RuntimeError(f"{folder.url}: sample {sample_number} is stored twice")
-                sample_by_number[sample_number] = Sample(
+                sample_by_sample_number[sample_number] = Sample(
                     (
                         np.asarray(stored_sample.tokens.token_ids).tolist(),
                         stored_sample.tokens.positions.tolist(),
@@ -292,7 +299,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
                     sample_facts,
                     dict(zip(commit.hook_name_by_key, stored_sample.values_of_hooks, strict=True)),
                 )
-    return sample_by_number
+    return sample_by_sample_number
 
 
 def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]) -> float:
@@ -313,11 +320,12 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
     Raises:
         RuntimeError: If the numbers, tokens, positions or facts of the samples differ.
     """
-    missing_samples = undisturbed.keys() - disturbed.keys()
-    unexpected_samples = disturbed.keys() - undisturbed.keys()
-    if missing_samples or unexpected_samples:
+    missing_sample_numbers = undisturbed.keys() - disturbed.keys()
+    unexpected_sample_numbers = disturbed.keys() - undisturbed.keys()
+    if missing_sample_numbers or unexpected_sample_numbers:
         raise RuntimeError(
-            f"missing samples: {missing_samples}, unexpected samples: {unexpected_samples}"
+            f"missing samples: {missing_sample_numbers}, "
+            f"unexpected samples: {unexpected_sample_numbers}"
         )
     for sample_number, expected_sample in undisturbed.items():
         disturbed_sample = disturbed[sample_number]
@@ -457,17 +465,17 @@ BUCKET_FLAGS = ["--upload_to_gcs", "--gcs_bucket", Bucket.name, "--gcs_prefix", 
 BUCKET_URL = f"gs://{Bucket.name}/run/machine_000"
 
 
-def run_tool(*flags: object) -> None:
+def run_tool(*arguments: object) -> None:
     """Runs extract_activations.py in this process, without starting a new process.
 
     Args:
-        flags: The flags of extract_activations.py.
+        arguments: The command-line arguments of extract_activations.py: its flags and their values.
 
     Raises:
         RuntimeError: If the exit status is not 0.
     """
-    if exit_status := command.main([str(flag) for flag in flags]):
-        raise RuntimeError(f"{flags}: status {exit_status}")
+    if exit_status := command.main([str(argument) for argument in arguments]):
+        raise RuntimeError(f"{arguments}: status {exit_status}")
 
 
 def disturb(
@@ -540,7 +548,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Name of an input -> number of a sample -> sample of an undisturbed run.
         undisturbed_samples_by_input: dict[str, dict[int, Sample]] = {}
 
-        def compare(input_name: str, disturbed_sample_by_number: Mapping[int, Sample]) -> None:
+        def compare(
+            input_name: str, disturbed_run_sample_by_sample_number: Mapping[int, Sample]
+        ) -> None:
             """Checks that a disturbed run has stored the same samples as an undisturbed run.
 
             The processes of the disturbed run were killed or stopped, and the run was continued
@@ -550,7 +560,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             Args:
                 input_name: The name of the input of both runs.
-                disturbed_sample_by_number: Number of a sample -> sample of the disturbed run.
+                disturbed_run_sample_by_sample_number: Number of a sample -> sample of the disturbed
+                    run.
 
             Raises:
                 RuntimeError: If the samples differ by more than rounding explains.
@@ -567,7 +578,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
                 undisturbed_samples_by_input[input_name] = samples_in(output_folder)
             largest_deviation = deviation(
-                disturbed_sample_by_number, undisturbed_samples_by_input[input_name]
+                disturbed_run_sample_by_sample_number, undisturbed_samples_by_input[input_name]
             )
             largest_deviation_by_input[input_name] = max(
                 largest_deviation, largest_deviation_by_input.get(input_name, 0.0)
@@ -577,7 +588,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{input_name}: values differ by {largest_deviation:.1e} of the RMS"
                 )
             print(
-                f"{input_name}: {len(disturbed_sample_by_number)} samples, "
+                f"{input_name}: {len(disturbed_run_sample_by_sample_number)} samples, "
                 f"within {largest_deviation:.1e} of the RMS",
                 flush=True,
             )
@@ -597,7 +608,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
-            num_killed_processes, disturbed_sample_by_number = disturb(
+            num_killed_processes, disturbed_run_sample_by_sample_number = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_by_input_name[input_name], "--shard_format", shard_format],
                 stores_in_bucket,
@@ -605,11 +616,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(Extraction.kill, kills=num_kills),
             )
             total_num_kills += num_killed_processes
-            compare(input_name, disturbed_sample_by_number)
+            compare(input_name, disturbed_run_sample_by_sample_number)
         for round_number in range(parsed_flags.rounds):
             input_name = list(flags_by_input_name)[round_number % len(flags_by_input_name)]
             num_writers = 2 + round_number % 2
-            event_counts_of_round, disturbed_sample_by_number = disturb(
+            event_counts_of_round, disturbed_run_sample_by_sample_number = disturb(
                 work_folder / f"writers_{round_number}",
                 flags_by_input_name[input_name],
                 True,
@@ -617,7 +628,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(compete, num_writers),
             )
             count_by_event.update(event_counts_of_round)
-            compare(input_name, disturbed_sample_by_number)
+            compare(input_name, disturbed_run_sample_by_sample_number)
     print_result(
         {
             "kills": total_num_kills,

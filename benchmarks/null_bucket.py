@@ -47,7 +47,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     The attributes belong to the class, so all connections share one bucket.
 
     Attributes:
-        objects: Name of an object -> the object.
+        object_by_name: Name of an object -> the object.
         generation_numbers: Iterator over the generation numbers of the next writes.
         write_lock: Lock for comparing a generation and writing an object in one step.
     """
@@ -55,7 +55,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     # With Nagle's algorithm, the body of a response would be sent 40 ms after its headers.
     disable_nagle_algorithm = True
-    objects: dict[str, StoredObject] = {}
+    object_by_name: dict[str, StoredObject] = {}
     generation_numbers = count(1)
     write_lock = Lock()
 
@@ -70,31 +70,35 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self.object_name:
             return self._send(200, self._listing())
-        stored_object = self.objects.get(self.object_name)
+        stored_object = self.object_by_name.get(self.object_name)
         if stored_object is None:
             return self._send(404)
         range_match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if range_match is None:
             return self._send(200, stored_object.content, stored_object)
         object_size = stored_object.num_bytes
-        first_byte, last_byte = int(range_match[1]), min(int(range_match[2]), object_size - 1)
-        range_content = stored_object.content[first_byte : last_byte + 1]
+        first_byte_offset = int(range_match[1])
+        last_byte_offset = min(int(range_match[2]), object_size - 1)
+        range_content = stored_object.content[first_byte_offset : last_byte_offset + 1]
         if not stored_object.content:
             # The content was discarded, so zeros take its place.
-            range_content = bytes(max(0, last_byte + 1 - first_byte))
+            range_content = bytes(max(0, last_byte_offset + 1 - first_byte_offset))
         self._send(
-            206, range_content, stored_object, f"bytes {first_byte}-{last_byte}/{object_size}"
+            206,
+            range_content,
+            stored_object,
+            f"bytes {first_byte_offset}-{last_byte_offset}/{object_size}",
         )
 
     do_HEAD = do_GET
 
     def do_DELETE(self) -> None:
-        self._send(204 if self.objects.pop(self.object_name, None) else 404)
+        self._send(204 if self.object_by_name.pop(self.object_name, None) else 404)
 
     def do_PUT(self) -> None:
         body_size, body_content = self._read_body()
         with self.write_lock:
-            previous_object = self.objects.get(self.object_name)
+            previous_object = self.object_by_name.get(self.object_name)
             previous_generation = str(previous_object.generation if previous_object else 0)
             if (
                 self.headers.get("x-goog-if-generation-match", previous_generation)
@@ -102,14 +106,14 @@ class NullBucketHandler(BaseHTTPRequestHandler):
             ):
                 return self._send(412)
             stored_object = StoredObject(body_size, next(self.generation_numbers), body_content)
-            self.objects[self.object_name] = stored_object
+            self.object_by_name[self.object_name] = stored_object
         self._send(200, b"", stored_object)
 
     def _listing(self) -> bytes:
         """Returns the XML that lists the objects whose names begin with the requested prefix."""
         name_prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
         entries_xml = ""
-        for object_name, stored_object in sorted(dict(self.objects).items()):
+        for object_name, stored_object in sorted(dict(self.object_by_name).items()):
             if object_name.startswith(name_prefix):
                 entries_xml += (
                     f"<Contents><Key>{escape(object_name)}</Key><Size>{stored_object.num_bytes}</Size>"

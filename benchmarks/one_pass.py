@@ -22,11 +22,11 @@ BATCH_TOKENS = 1024
 
 
 def server_totals() -> dict[str, int]:
-    """Returns how much the bucket's server has answered since its start.
+    """Asks the bucket's server for the totals of the requests that it has answered since its start.
 
     Returns:
-        A dict with "requests", the number of requests, and "bytes", the number of bytes that they
-        asked for (see `Counts` in bucket_server.py).
+        A dict with "requests", the number of requests, and "bytes", the number of requested bytes
+        of listings and objects (see `Counts` in bucket_server.py).
     """
     server_url = os.environ["STORAGE_EMULATOR_HOST"]
     with urllib.request.urlopen(f"{server_url}/counts") as counts_answer:
@@ -44,8 +44,8 @@ def mask_of(num_samples: int, keep: float) -> list[bool]:
     Returns:
         For each sample, whether it is kept. Samples that are left out are evenly spaced.
     """
-    left_out_interval = round(1 / (1 - keep))
-    return [sample_number % left_out_interval != 0 for sample_number in range(num_samples)]
+    stride_of_left_out_samples = round(1 / (1 - keep))
+    return [sample_number % stride_of_left_out_samples != 0 for sample_number in range(num_samples)]
 
 
 def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[str, float]:
@@ -97,7 +97,8 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     pass_figures["first_mb"] = (
         server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
     ) / 1e6
-    # The rest of the first pass is not measured, because allocating the buffer slows it down.
+    # The rest of the first pass is not measured, because the reader allocates its buffer for
+    # activations in the first pass, which slows the pass down.
     for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])

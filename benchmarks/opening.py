@@ -105,8 +105,8 @@ def open_dataset(url: str, hosts: int) -> None:
     assert len(dataset) and len(dataset.hooks) == len(dataset.statistics) == LAYERS
 
 
-def show_status_of(url: str, hosts: int) -> None:
-    """Makes the report that --status prints about a run, without printing it.
+def make_status_report(url: str, hosts: int) -> None:
+    """Does the work of --status for a run, so that it can be measured, and discards the report.
 
     Args:
         url: URL of the run.
@@ -177,7 +177,7 @@ def measure(
 
 ACTIONS: dict[str, Callable[[str, int], None]] = {
     "dataset": open_dataset,
-    "status": show_status_of,
+    "status": make_status_report,
     "continue": plan_continued_run,
 }
 

@@ -119,13 +119,13 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
     Raises:
         SystemExit: If the command fails. This function first prints the command's stderr.
     """
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process_environment = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
+    module_search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process_environment = os.environ | {"PYTHONPATH": module_search_path, "HF_HUB_OFFLINE": "1"}
     if platform is not None:
         # The tool also computes on the CPU, so JAX needs the platform "cpu" as well.
         process_environment["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
     start_time = time.perf_counter()
-    seconds_of_other_processes_before = _seconds_of_other_processes()
+    cpu_seconds_of_other_processes_at_start = _cpu_seconds_of_other_processes()
     timed_stderr_lines: list[tuple[float, str]] = []
     with subprocess.Popen(
         command, env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -146,11 +146,11 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         sys.stderr.writelines(stderr_line for _, stderr_line in timed_stderr_lines)
         raise SystemExit(f"{' '.join(command)}: ended with status {started_process.returncode}")
     process_seconds = time.perf_counter() - start_time
-    seconds_of_other_processes = max(
-        0.0, _seconds_of_other_processes() - seconds_of_other_processes_before
+    cpu_seconds_of_other_processes = max(
+        0.0, _cpu_seconds_of_other_processes() - cpu_seconds_of_other_processes_at_start
     )
     cpu_fraction_of_other_processes = (
-        seconds_of_other_processes / process_seconds / (os.cpu_count() or 1)
+        cpu_seconds_of_other_processes / process_seconds / (os.cpu_count() or 1)
     )
     return FinishedProcess(
         stdout_text,
@@ -161,7 +161,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
     )
 
 
-def _seconds_of_other_processes() -> float:
+def _cpu_seconds_of_other_processes() -> float:
     """Returns the processor time that was used by all processes except the measured ones.
 
     The measured processes are children of this process, so the result is the time of all processes
@@ -237,13 +237,15 @@ def machine() -> dict[str, Any]:
         field_name, colon, field_value = cpu_info_line.partition(":")
         if colon:
             cpu_info[field_name.strip()] = field_value.strip()
-    supported_extensions = cpu_info.get("flags", "").split()
-    reported_cpu_extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    supported_cpu_features = cpu_info.get("flags", "").split()
+    reported_cpu_features = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
         "processor": cpu_info.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
         "extensions": [
-            extension for extension in reported_cpu_extensions if extension in supported_extensions
+            cpu_feature
+            for cpu_feature in reported_cpu_features
+            if cpu_feature in supported_cpu_features
         ],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),

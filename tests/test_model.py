@@ -39,7 +39,7 @@ from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.model_config import as_stored
 from activation_extraction.model.weights import check_tensors, load_params, orient_experts
-from benchmarks.agreement import few_more, same_experts
+from benchmarks.agreement import few_more, tokens_with_same_experts
 from benchmarks.inputs import SHAPES
 from qwen2_jax import Qwen2, tensor_names, weight_table
 from qwen2_jax_with_hooks import create_model_with_hooks
@@ -280,7 +280,8 @@ def rounding_of(model, params, *batch):
 
     def with_the_same_experts(params):
         found = values(params)
-        same = np.logical_and.accumulate(same_experts(found, expected), axis=1)[..., None]
+        same = tokens_with_same_experts(found, expected)
+        same = np.logical_and.accumulate(same, axis=1)[..., None]
         return {name: np.where(same, value, expected[name]) for name, value in found.items()}
 
     # The longest sums are over the width of an MLP, a token's other tokens or all heads.
@@ -390,7 +391,8 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, case):
         hooks = [hook for hook in hooks if ".mlp." in hook.name or "resid" in hook.name]
     found = values_on(MESHES[case.mesh], reference, hooks, batch, BFLOAT16, case.kernels)
     ours, theirs = (
-        same_experts(values, exact) for values in ({h.name: v for h, v in found.items()}, rounded)
+        tokens_with_same_experts(values, exact)
+        for values in ({h.name: v for h, v in found.items()}, rounded)
     )
     assert few_more((~ours).sum(), (~theirs).sum())  # of all tokens, in any of their layers
     both = untouched(ours & theirs, config.sizes.get("W", 1))

@@ -180,12 +180,13 @@ class ModelOptions:
 class HookOptions:
     """The hooks whose activations or codes are stored, and the dtype of the stored activations.
 
-    The help texts of the flags describe the fields. A field is described here if its value differs
-    from the text after the flag.
+    The help texts of the flags describe the fields. Attributes lists only fields whose values need
+    a further description, such as the meaning of None.
 
     Attributes:
         layers_to_extract: Numbers of the layers, "all", or None for the default layers.
-        encode: Hook and path of each autoencoder. The hook is "" if the user has not named it.
+        encode: Tuple for each autoencoder: the name of its hook, and the path of its files. The
+            name is "" if the user has not given it.
     """
 
     layers_to_extract: tuple[int, ...] | str | None = flag(
@@ -261,8 +262,8 @@ class HookOptions:
 class TextOptions:
     """The text that the model reads, and the choice of the tokens whose activations are stored.
 
-    The help texts of the flags describe the fields. A field is described here if its value differs
-    from the text after the flag.
+    The help texts of the flags describe the fields. Attributes lists only fields whose values need
+    a further description, such as the meaning of None.
 
     Attributes:
         drop_token_ids: Token ids in ascending order, then names of tokens.
@@ -446,8 +447,8 @@ class TextOptions:
 class ComputingOptions:
     """The options that decide how steps are computed, and change activations only by rounding.
 
-    The help texts of the flags describe the fields. A field is described here if its value differs
-    from the text after the flag.
+    The help texts of the flags describe the fields. Attributes lists only fields whose values need
+    a further description, such as the meaning of None.
 
     Attributes:
         batch_size: Number of rows per host and step, "auto", or None for the default
@@ -470,8 +471,9 @@ class ComputingOptions:
         "1d: all devices along the axis model; 2d: data x model, where the size of data is the "
         "number of hosts; on a single host it is 2 if the number of devices is even and at least "
         "8, otherwise 1; 3d: pipeline x data x model, or the three axes in --mesh_axes. Two axes "
-        "have the size 4, and data, else fsdp, else the first axis takes the other devices. If the "
-        "number of devices is less than 64 or no multiple of 16, 3d is the same as 2d. --mesh_axes "
+        "have the size 4, and the other devices are along the third axis. It is data if the mesh "
+        "has this axis, otherwise fsdp if the mesh has it, otherwise the first axis. If the number "
+        "of devices is less than 64 or no multiple of 16, 3d is the same as 2d. --mesh_axes "
         "explains the axes",
         "auto",
         choices=("auto", "1d", "2d", "3d"),
@@ -764,12 +766,12 @@ class StorageOptions:
 class PlanOptions:
     """The accelerators for which --plan estimates a run, with their speed and their price.
 
-    The help texts of the flags describe the fields. A field is described here if its value differs
-    from the text after the flag.
+    The help texts of the flags describe the fields. Attributes lists only fields whose values need
+    a further description, such as the meaning of None.
 
     Attributes:
-        plan: Topology (the type and the number of the accelerator chips), as the user has written
-            it, such as v5e:8x8 or h100-8; None without --plan.
+        plan: Topology, which is the type and the number of the accelerator chips, as a text such
+            as "v5e:8x8" or "h100-8"; None without --plan.
     """
 
     plan: str | None = flag(
@@ -809,8 +811,8 @@ class PlanOptions:
 class InspectionOptions:
     """The flags that inspect a stored run, instead of extracting activations.
 
-    The help texts of the flags describe the fields. A field is described here if its value differs
-    from the text after the flag.
+    The help texts of the flags describe the fields. Attributes lists only fields whose values need
+    a further description, such as the meaning of None.
 
     Attributes:
         verify_samples: Number of samples that --verify recomputes; 0 without --model_path.
@@ -904,9 +906,11 @@ class InspectionOptions:
 
     @property
     def reads_model_files(self) -> bool:
-        """Returns whether the command reads files of the model.
+        """Returns whether the flags ask for an inspection that reads files of the model.
 
-        --verify reads the weights to recompute samples, and --export nla reads the tokenizer.
+        Returns:
+            True for --verify with samples to recompute (`verify_samples` is not 0), which reads the
+            weights, and for --export nla, which reads the tokenizer. False otherwise.
         """
         return self.verify_samples > 0 or self.export == "nla"
 

@@ -259,9 +259,9 @@ def bucket(typed: str) -> str:
     Raises:
         FlagValueError: If the text is neither a name nor such a URL.
     """
-    protocol, protocol_separator, name_in_url = typed.partition("://")
-    in_bucket(name_in_url or typed)
-    if protocol_separator and (protocol not in BUCKET_PROTOCOLS or not name_in_url):
+    protocol, protocol_separator, url_without_protocol = typed.partition("://")
+    in_bucket(url_without_protocol or typed)
+    if protocol_separator and (protocol not in BUCKET_PROTOCOLS or not url_without_protocol):
         raise FlagValueError(
             f"{typed}: is not the URL of a bucket; expected a name, or a URL such as s3://bucket, "
             f"which begins with one of {', '.join(BUCKET_PROTOCOLS)}"
