@@ -21,7 +21,7 @@ from activation_extraction.model.expert_kernel import ROWS, pallas_experts
 from activation_extraction.model.experts import Stacks
 from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.host_rows import host_rows
-from activation_extraction.model.kept import take
+from activation_extraction.model.kept import gather_tokens
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.released import released_config
 from activation_extraction.run.topologies import CHIP_KINDS, topology_of
@@ -227,7 +227,7 @@ def test_kept_tokens_are_gathered_without_copies_of_the_others():
     values = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split)
     split = NamedSharding(mesh, PartitionSpec("device"))
     tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=split)
-    compiled = take.lower(mesh, values, tokens).compile()
+    compiled = gather_tokens.lower(mesh, values, tokens).compile()
     assert not COLLECTIVE.search(compiled.as_text() or "")
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 1e6 < memory.output_size_in_bytes < 2e7

@@ -70,7 +70,7 @@ class VectorType(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes of a vector."""
+        """The number of bytes of one token's vector at a hook, including its scale for float8."""
         return token_bytes(self.width, self.dtype)
 
 
@@ -124,9 +124,10 @@ class HookKind:
 
     @property
     def is_large(self) -> bool:
-        """Returns whether the values are so large that users must name such a hook explicitly.
+        """Returns whether hooks of this kind are only stored if a user names them explicitly.
 
-        The width of a large kind grows with the tokens of a row or with the vocabulary.
+        Hooks of such a large kind have many values per token: their number grows with the number of
+        tokens in a row or with the size of the vocabulary.
         """
         return self.grows_with_row_length or "V" in self.axis_letters
 
@@ -213,11 +214,12 @@ class Hook(NamedTuple):
         return [name_pattern.format(self.layer) for name_pattern in name_patterns]
 
     def matching(self, pattern: str) -> list[str]:
-        """Returns those names of the hook that match a glob.
+        """Returns the names of the hook that match a glob.
 
-        A hook of a large kind (see `HookKind.is_large`) matches only if the glob is one of the
-        hook's names, or if the glob and the hook's canonical name end in the same word after the
-        last dot.
+        A hook of a large kind (see `HookKind.is_large`) only matches a glob if the user clearly
+        asks for this kind. The glob must be one of the hook's names, or it must have the same text
+        after its last dot as the hook's canonical name. For example, "*.hook_pattern" matches
+        "blocks.3.attn.hook_pattern", and "*.attn.*" does not.
 
         Args:
             pattern: The glob.
@@ -273,10 +275,10 @@ class HookTable:
 
     def without_predictions(self) -> "HookTable":
         """Returns the table without the kinds that need logits, for a model without an LM head."""
-        kinds_without_logits = tuple(
+        kinds_without_predictions = tuple(
             hook_kind for hook_kind in self.kinds if not hook_kind.is_prediction
         )
-        return replace(self, kinds=kinds_without_logits)
+        return replace(self, kinds=kinds_without_predictions)
 
     def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
         """Returns the hooks of a model, in the order in which they are computed.
@@ -377,7 +379,7 @@ class HookTable:
 
 # The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
 # following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
-# SPARSE). `_type_words` maps each word to the types of layers in a model.
+# SPARSE). `_type_words` maps each word to the words in the types of these layers.
 EVERY = "every"  # word in HOOK_KINDS for all layers
 NORMED = "normed"  # word in HOOK_KINDS for layers whose attention has norms of queries and keys
 GATED = "gated"  # word in HOOK_KINDS for layers whose attention has a gate on its output
@@ -476,69 +478,74 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
 
 
 def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Finds out which types of layers have the hooks of each row of the table HOOK_KINDS.
+    """Maps the words in the first column of HOOK_KINDS to words in the types of a model's layers.
 
-    A row of this table is one kind of hook. Its first column contains a word, such as EVERY or
-    GATED, for the layers that have the kind.
+    A row of the table HOOK_KINDS describes a kind of hook. Its first column contains a word for the
+    layers that have the kind, such as GATED for layers whose attention has a gate. The type of a
+    layer (see `ModelConfig.layer_types`) consists of other words, such as "full_attention" and
+    "sparse".
 
     Args:
         config: The configuration of the model.
 
     Returns:
-        A dict. A key is a word in the first column of HOOK_KINDS. Its value is the field
-        `HookKind.type_words` of all kinds in the rows with this word. A layer has hooks of these
-        kinds if its type contains one of the type words, or if the type words are (), which means
-        all layers. The dict lacks the word if no layer of the model has hooks of these kinds.
+        Word in the first column -> `HookKind.type_words` for the kinds in the rows with this word.
+        This is a tuple of words. The layers with these kinds are the layers whose type contains one
+        of the words, or all layers if the tuple is empty. If the dict lacks a word of the first
+        column, the model has no layers with these kinds.
     """
     delta_config, experts_config = config.delta, config.experts
     type_words_of_attention = () if delta_config is None else (ATTENTION,)
-    type_words_by_word_in_table: dict[str, tuple[str, ...]] = {
+    type_words_by_word_for_layers: dict[str, tuple[str, ...]] = {
         EVERY: (),
         ATTENTION: type_words_of_attention,
     }
-    type_words_by_word_in_table[DENSE] = () if experts_config is None else (DENSE,)
+    type_words_by_word_for_layers[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        type_words_by_word_in_table[NORMED] = type_words_of_attention
+        type_words_by_word_for_layers[NORMED] = type_words_of_attention
     if config.q_gate:
-        type_words_by_word_in_table[GATED] = type_words_of_attention
+        type_words_by_word_for_layers[GATED] = type_words_of_attention
     if delta_config is not None:
-        type_words_by_word_in_table[LINEAR] = (LINEAR,)
+        type_words_by_word_for_layers[LINEAR] = (LINEAR,)
         # The rows of HOOK_KINDS with APART contain the names of Hugging Face modules, each of which
         # computes one projection. The rows with INTERLEAVED contain no such names, because a single
         # module computes several interleaved projections.
-        type_words_by_word_in_table[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
+        type_words_by_word_for_layers[INTERLEAVED if delta_config.interleaved else APART] = (
+            LINEAR,
+        )
     if experts_config is not None:
-        type_words_by_word_in_table[SPARSE] = (SPARSE,)
+        type_words_by_word_for_layers[SPARSE] = (SPARSE,)
         if experts_config.shared_width:
-            type_words_by_word_in_table[SHARED] = (SPARSE,)
-    return type_words_by_word_in_table
+            type_words_by_word_for_layers[SHARED] = (SPARSE,)
+    return type_words_by_word_for_layers
 
 
 def _kinds(
-    type_words_by_word_in_table: Mapping[str, tuple[str, ...]], top_logits: int
+    type_words_by_word_for_layers: Mapping[str, tuple[str, ...]], top_logits: int
 ) -> list[HookKind]:
     """Makes the kinds of hooks of a model, in the order in which they are computed.
 
     Args:
-        type_words_by_word_in_table: A word in the first column of the table HOOK_KINDS, such as
-            SHARED -> the field `HookKind.type_words` of all kinds in the rows with this word, such
-            as ("sparse",). Rows whose word is not a key are left out.
+        type_words_by_word_for_layers: Word in the first column of the table HOOK_KINDS ->
+            `HookKind.type_words` for the kinds in the rows with this word. For example, SHARED may
+            be mapped to ("sparse",). The word tells which layers have the kinds (see
+            `_type_words`). Rows whose word is not a key are left out.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for (
-        word_in_table,
+        word_for_layers,
         kind_name,
         axis_letters,
         intermediate_path,
         joined_module_names,
         joined_alias_names,
     ) in HOOK_KINDS:
-        if word_in_table not in type_words_by_word_in_table:
+        if word_for_layers not in type_words_by_word_for_layers:
             continue
         # If the model also has layers with experts, `mlp.gate` is the name of their router. So in
         # dense layers, for example the alias "mlp.gate.hook_out" becomes "mlp.dense_gate.hook_out".
-        if type_words_by_word_in_table[word_in_table] == (DENSE,):
+        if type_words_by_word_for_layers[word_for_layers] == (DENSE,):
             joined_alias_names = re.sub(
                 r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", joined_alias_names
             )
@@ -552,7 +559,7 @@ def _kinds(
                     for module_name in joined_module_names.split()
                 ),
                 tuple(f"blocks.{{}}.{alias_name}" for alias_name in joined_alias_names.split()),
-                type_words=type_words_by_word_in_table[word_in_table],
+                type_words=type_words_by_word_for_layers[word_for_layers],
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate_path),
             )
         )
@@ -579,7 +586,8 @@ def _kinds(
     return hook_kinds
 
 
-# The hooks of Qwen2, the family with the fewest kinds of hooks. It has only the rows of HOOK_KINDS
-# with the words EVERY, ATTENTION and DENSE. All of its layers have attention and a dense MLP. So
-# `HookKind.type_words` is () for these rows, which means that every layer has their hooks.
+# The table of the hooks of Qwen2, the family with the fewest kinds of hooks. Of HOOK_KINDS, the
+# table only contains the rows with the words EVERY, ATTENTION and DENSE. All layers of Qwen2 have
+# attention and a dense MLP. So `HookKind.type_words` is () for the kinds in these rows, which means
+# that every layer has hooks of these kinds.
 HOOKS = HookTable(tuple(_kinds({EVERY: (), ATTENTION: (), DENSE: ()}, DEFAULT_TOP_LOGITS)))

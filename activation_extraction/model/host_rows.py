@@ -61,9 +61,9 @@ class HostRows:
 
         The shape of these arrays is (hooks, rows of all hosts, T, width). If each device computes
         rows of its own, the activations are split by rows, and each device has the activations of
-        its rows. Otherwise each device of a host has the activations of all rows of the host. They
-        are split by tokens over the devices of the host if T is divisible by the number of these
-        devices; if not, each of the devices has the activations of all tokens.
+        its rows. Otherwise the activations of a host's rows are split by tokens over the devices of
+        the host if T is divisible by the number of these devices. If T is not divisible by it, each
+        device of the host has a copy of the activations of all tokens of the host's rows.
 
         Args:
             length: T, the number of tokens per row.
@@ -181,8 +181,8 @@ def host_rows(layout: Layout) -> HostRows:
     """
     assert isinstance(layout.mesh, Mesh)
     mesh_devices = layout.mesh.devices
-    devices_by_host = mesh_devices.reshape(count_hosts([*mesh_devices.flat]), -1)
-    return HostRows(Mesh(devices_by_host, ("host", "device")))
+    devices_of_hosts = mesh_devices.reshape(count_hosts([*mesh_devices.flat]), -1)
+    return HostRows(Mesh(devices_of_hosts, ("host", "device")))
 
 
 def to_host(array: Array) -> Array:

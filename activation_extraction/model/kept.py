@@ -27,10 +27,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.host_rows import device_shards_of_host, rows_and_tokens, to_host
 
-# A device gathers its kept tokens of a batch in blocks, and each block takes one call of `take`.
-# This is the largest number of blocks, which is reached if all tokens are kept. So a block has room
-# for the number of all tokens on the device divided by MAX_BLOCKS. With a larger number, blocks
-# would contain less padding, but `take` would be called more often.
+# A device gathers its kept tokens of a batch in blocks, with one call of `gather_tokens` per block.
+# MAX_BLOCKS is the largest number of blocks, which is reached if all tokens are kept. So a block
+# has room for the number of all tokens on the device divided by MAX_BLOCKS. If MAX_BLOCKS were
+# larger, blocks would contain less padding, but `gather_tokens` would be called more often.
 MAX_BLOCKS = 16
 
 
@@ -130,7 +130,7 @@ def take_kept(
     for block_plan in _block_plans(kept_mask, rows_and_tokens(device_shards_of_first_vector_type)):
         device_token_indices = jax.device_put(block_plan.device_token_indices, index_sharding)
         gathered_array_by_vector_type = {
-            vector_type: take(host_mesh, host_array, device_token_indices)
+            vector_type: gather_tokens(host_mesh, host_array, device_token_indices)
             for vector_type, host_array in host_array_by_vector_type.items()
         }
         kept_blocks.append(
@@ -200,7 +200,7 @@ def _block_plans(
         block_stop = block_start + tokens_per_block
         device_token_indices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
         token_indices_in_block_of_devices = []
-        block_indices_among_kept_tokens = []
+        block_token_indices_among_kept_tokens = []
         for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
             num_block_tokens = len(kept_token_indices[block_start:block_stop])
             device_token_indices[device_number, :num_block_tokens] = kept_token_indices[
@@ -209,22 +209,23 @@ def _block_plans(
             token_indices_in_block_of_devices.append(
                 device_number * tokens_per_block + np.arange(num_block_tokens)
             )
-            block_indices_among_kept_tokens.append(
+            block_token_indices_among_kept_tokens.append(
                 indices_among_kept_tokens_of_devices[device_number][block_start:block_stop]
             )
         yield _BlockPlan(
             device_token_indices,
             np.concatenate(token_indices_in_block_of_devices),
-            np.concatenate(block_indices_among_kept_tokens),
+            np.concatenate(block_token_indices_among_kept_tokens),
         )
 
 
 def _array_of_host(mesh: Mesh, device_shards: list[Any]) -> Array:
-    """Joins the activations on this host's devices into one array for `take`, without copying them.
+    """Joins the activations on this host's devices into one array, without copying them.
 
-    The arrays of the devices are joined along the axis of tokens, even if they contain different
-    rows, so the rows of the result have no meaning. This does no harm, because `take` only uses the
-    part of the result that is on each device.
+    The result is an argument of `gather_tokens`. The arrays of the devices are joined along the
+    axis of tokens, even if they contain different rows, so the rows of the result have no meaning.
+    This does no harm, because on each device, `gather_tokens` only uses the part of the result that
+    is on this device.
 
     Args:
         mesh: The devices of this host, with the axis "device".
@@ -244,7 +245,7 @@ def _array_of_host(mesh: Mesh, device_shards: list[Any]) -> Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
+def gather_tokens(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
     """Gathers the activations of some tokens on each device.
 
     Args:
@@ -259,7 +260,7 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
         first.
     """
 
-    def take_on_device(device_part: Array, token_indices: Array) -> Array:
+    def gather_tokens_on_device(device_part: Array, token_indices: Array) -> Array:
         num_hooks, num_rows, tokens_per_row, width = device_part.shape
         # `device_part` is reshaped to a table of vectors, (hooks * rows * tokens, width), and its
         # rows are taken by their indices, as in an embedding. If `device_part` were indexed along
@@ -268,13 +269,15 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
             jnp.arange(num_hooks)[:, None] * (num_rows * tokens_per_row) + token_indices
         )
         vector_table = device_part.reshape(-1, width)
-        taken_vectors = jnp.take(vector_table, flat_vector_indices.reshape(-1), axis=0, mode="clip")
-        return taken_vectors.reshape(num_hooks, -1, width)
+        gathered_vectors = jnp.take(
+            vector_table, flat_vector_indices.reshape(-1), axis=0, mode="clip"
+        )
+        return gathered_vectors.reshape(num_hooks, -1, width)
 
-    take_on_devices = jax.shard_map(
-        take_on_device,
+    gather_tokens_on_all_devices = jax.shard_map(
+        gather_tokens_on_device,
         mesh=mesh,
         in_specs=(PartitionSpec(None, None, "device"), PartitionSpec("device")),
         out_specs=PartitionSpec(None, "device"),
     )
-    return take_on_devices(activations, device_token_indices)
+    return gather_tokens_on_all_devices(activations, device_token_indices)

@@ -251,15 +251,15 @@ class LoraAdapter:
         column_slice = index[-1]
         if magnitude_key is not None:  # whole rows are read, because their norms are needed
             index = index[0], slice(0, self._shape(tensor)[1])
-        merged_values = read_unmerged_part(index).astype(np.float32)
+        part_values = read_unmerged_part(index).astype(np.float32)
         for tensor_change in self._changes_by_tensor[tensor]:
-            self._add(tensor_change, merged_values, index)
+            self._add(tensor_change, part_values, index)
         if magnitude_key is not None:
             row_scales = self._read_factor(magnitude_key)[index[0]] / np.linalg.norm(
-                merged_values, axis=1
+                part_values, axis=1
             )
-            merged_values = (merged_values * row_scales[:, None])[:, column_slice]
-        return merged_values
+            part_values = (part_values * row_scales[:, None])[:, column_slice]
+        return part_values
 
     def _add(self, change: Change, tensor_part: np.ndarray, index: Index) -> None:
         """Adds a change to a part of a tensor of the base model.
@@ -305,9 +305,9 @@ class LoraAdapter:
         Returns:
             Path of a module -> the keys of the module, as a dict: suffix -> key. A key is the name
             of a tensor in the adapter. Its suffix is the part after ".lora_", such as "A.weight";
-            "" if the tensor replaces a whole tensor of the base model. A module for fused experts
-            may have two entries, one for each of its two fused tensors; one of the two paths then
-            contains "base_layer" in addition.
+            "" if the tensor replaces a whole tensor of the base model. A module with fused experts
+            may occur under two paths, one for each of its two fused tensors: its own path, and this
+            path followed by ".base_layer".
 
         Raises:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
@@ -365,8 +365,8 @@ class LoraAdapter:
             return [key_by_suffix[BIAS]]
         lora_a_key = key_by_suffix[key_suffixes[0]]
         lora_b_key = key_by_suffix[key_suffixes[1]]
-        has_linear_magnitude = MAGNITUDE in key_by_suffix and not is_embedding_module
-        if bool(self._settings.get("use_dora")) != has_linear_magnitude:
+        has_magnitude_of_linear_module = MAGNITUDE in key_by_suffix and not is_embedding_module
+        if bool(self._settings.get("use_dora")) != has_magnitude_of_linear_module:
             raise self._error(
                 lora_a_key, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}"
             )
@@ -450,8 +450,9 @@ class LoraAdapter:
             )
         else:
             return []
-        # A has the rows of all experts: the rank of one expert times the number of experts.
-        rank_of_all_experts = self._shape_by_key[lora_a_key][0]
+        # A has the rows of all experts. Their number is the rank of one expert times the number of
+        # experts.
+        total_rank_of_experts = self._shape_by_key[lora_a_key][0]
         input_size = self._shape_by_key[lora_a_key][-1]
         output_size = self._shape_by_key[lora_b_key][0]
         matrix_name = "gate_up"
@@ -474,15 +475,15 @@ class LoraAdapter:
         expected_output_size, expected_input_size = (
             matrix_shape[::-1] if has_exchanged_factors else matrix_shape
         )
-        self._check_shape(lora_a_key, (rank_of_all_experts, expected_input_size))
-        self._check_shape(lora_b_key, (expected_output_size, rank_of_all_experts))
-        change_scale = self._scale(
-            f"{path}.{matrix_name}_proj", lora_a_key, rank_of_all_experts / expert_count
+        self._check_shape(lora_a_key, (total_rank_of_experts, expected_input_size))
+        self._check_shape(lora_b_key, (expected_output_size, total_rank_of_experts))
+        scale_of_change = self._scale(
+            f"{path}.{matrix_name}_proj", lora_a_key, total_rank_of_experts / expert_count
         )
         change_of_all_experts = Change(
             lora_a_key,
             lora_b_key,
-            change_scale,
+            scale_of_change,
             has_exchanged_factors,
             expert_count=expert_count,
             is_transposed=is_transposed,

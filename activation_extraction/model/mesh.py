@@ -42,7 +42,9 @@ RULES: dict[str, tuple[str, ...]] = {
     # The logical axes of activations and of the rows that hosts feed.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
-    # The axis of a batch's rows if all devices along fsdp have the same rows.
+    # The logical axis of a batch's rows while the vectors of their tokens are looked up in the
+    # embedding. The rows are not split along fsdp, because the columns of the embedding are: all
+    # devices along fsdp look up the same tokens, each of them in its own columns.
     "fsdp_batch": ("data", "expert"),
     "query_sequence": ("query",),
     "captured_sequence": MODEL_AXES,
@@ -314,12 +316,12 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
     Returns:
         A tuple of the names of the axes and the sizes of the axes, in the same order.
     """
-    num_head_devices = math.gcd(kv_heads, shape.get("model", 1))
+    jax_model_axis_size = math.gcd(kv_heads, shape.get("model", 1))
     size_by_axis: dict[str, int] = {}
     for axis_name, axis_size in shape.items():
         if axis_name == "model":
-            size_by_axis["model"] = num_head_devices
-            size_by_axis["query"] = axis_size // num_head_devices
+            size_by_axis["model"] = jax_model_axis_size
+            size_by_axis["query"] = axis_size // jax_model_axis_size
         else:
             size_by_axis[axis_name] = axis_size
     return list(size_by_axis), list(size_by_axis.values())
