@@ -368,7 +368,7 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
     try:
         with clock.measure("store"):
             # Skipped and empty rows after the last sample are counted only at the end of the data.
-            mark_at_end_of_data = run.batches.result if is_run_complete else None
+            mark_at_end_of_data = run.batches.generator_result if is_run_complete else None
             if mark_at_end_of_data is None:
                 run.storage.finalize(is_run_complete)
             else:

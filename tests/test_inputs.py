@@ -366,9 +366,9 @@ def test_prefetch_has_the_result_once_all_was_taken():
     items, got = Prefetch(numbers(), depth=6), []
     for item in items.until(lambda: len(got) == 3):
         got.append(item)
-    assert exhausted.wait(600) and (got, items.result) == ([0, 1, 2], None)
+    assert exhausted.wait(600) and (got, items.generator_result) == ([0, 1, 2], None)
     for _ in range(2):  # at the end, and when it is asked again
-        assert items.peek() is None and items.result == "the end"
+        assert items.peek() is None and items.generator_result == "the end"
 
 
 def test_prefetch_runs_ahead_and_raises_in_turn():

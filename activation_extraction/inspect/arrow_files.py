@@ -18,21 +18,21 @@ class ArrowFolder:
 
     Args:
         folder: The folder, which must exist.
-        column_types: The type of each column by its name, as `datasets.Features` takes it.
+        type_by_column_name: The type of each column by its name, as `datasets.Features` takes it.
         row_format: The format in which `datasets` returns the rows, "torch" for tensors. None for
             Python lists and numbers.
     """
 
     def __init__(
-        self, folder: Path, column_types: Mapping[str, Any], row_format: str | None = None
+        self, folder: Path, type_by_column_name: Mapping[str, Any], row_format: str | None = None
     ) -> None:
         import datasets
         from datasets.arrow_writer import ArrowWriter
 
         self._state_path = folder / "state.json"
         self._row_format = row_format
-        self._column_names = [*column_types]
-        column_features = datasets.Features(column_types)
+        self._column_names = [*type_by_column_name]
+        column_features = datasets.Features(type_by_column_name)
         datasets.DatasetInfo(features=column_features).write_to_directory(str(folder))
         self._writer = ArrowWriter(features=column_features, path=str(folder / FILE))
 

@@ -266,12 +266,12 @@ class SpeculatorsFormat(DraftFormat):
         (folder / "hidden_states").mkdir()
         int64_type = datasets.Value("int64")
         int64_list_type = datasets.List(int64_type)
-        column_types = {
+        type_by_column_name = {
             "input_ids": int64_list_type,
             LOSS_MASK: int64_list_type,
             "seq_len": int64_type,
         }
-        arrow_folder = ArrowFolder(folder, column_types, "torch")
+        arrow_folder = ArrowFolder(folder, type_by_column_name, "torch")
         stream_hook_names = streams_by_number(hooks).values()
         stores_float8 = self._stores_float8(dataset)
         written_token_count = 0

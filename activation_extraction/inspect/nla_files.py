@@ -173,14 +173,14 @@ class NlaFormat(ExportFormat):
         (hook_name,) = hooks
         width = dataset.hooks[hook_name]
         layer_number = _layer_of(hook_name)
-        column_types: dict[str, pyarrow.DataType] = {
+        type_by_column_name: dict[str, pyarrow.DataType] = {
             "n_raw_tokens": pyarrow.int64(),
             "detokenized_text_truncated": pyarrow.string(),
             "activation_vector": pyarrow.list_(pyarrow.float32(), width),
             "activation_layer": pyarrow.int64(),
             "doc_id": pyarrow.string(),
         }
-        arrow_schema = pyarrow.schema(column_types)
+        arrow_schema = pyarrow.schema(type_by_column_name)
         written_row_count = 0
         with ParquetWriter(folder / FILE_NAME, arrow_schema) as parquet_writer:
             for token_batch in chunks:

@@ -21,7 +21,7 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
 from activation_extraction.inspect.dataset_card import CARD_NAME, write_card
-from activation_extraction.inspect.status import host_states, totals_of_hosts
+from activation_extraction.inspect.status import host_states, sum_of_host_totals
 from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.local_files import write_file
 from activation_extraction.store.run_folders import read_folders
@@ -123,7 +123,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
     hook_reports = []
     for hook_index, hook_name in enumerate(hook_names):
         hook_reports.append(report_numbers.HookReport(token_selection, hook_index, hook_name))
-    statistics_by_hook = totals_of_hosts(log_by_folder).statistics
+    statistics_by_hook = sum_of_host_totals(log_by_folder).statistics
     warning_lines = [
         f"Warning: {warning_line}" for warning_line in code_warnings(statistics_by_hook)
     ]

@@ -51,11 +51,11 @@ class SaeLensFormat(ExportFormat):
         for hook_name in hooks:
             (folder / hook_name).mkdir()
             row_shape = (self.tokens_per_row, dataset.hooks[hook_name])
-            column_types = {
+            type_by_column_name = {
                 hook_name: datasets.Array2D(row_shape, _file_dtype(dataset, hook_name).name),
                 "token_ids": datasets.List(datasets.Value("int32"), length=self.tokens_per_row),
             }
-            folder_by_hook[hook_name] = ArrowFolder(folder / hook_name, column_types)
+            folder_by_hook[hook_name] = ArrowFolder(folder / hook_name, type_by_column_name)
         for token_batch in chunks:
             row_count = len(token_batch) // self.tokens_per_row
             num_tokens_in_rows = row_count * self.tokens_per_row

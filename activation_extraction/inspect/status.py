@@ -101,7 +101,7 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
     """
     log_by_folder = read_folders(root)
     states_of_hosts = host_states(log_by_folder)
-    totals_of_run = totals_of_hosts(log_by_folder)
+    totals_of_run = sum_of_host_totals(log_by_folder)
     aggregated_metadata = aggregate(log_by_folder, totals_of_run, states_of_hosts)
     problem_messages = [
         problem_message
@@ -298,7 +298,7 @@ def _state(
     return "silent" if time.time() - last_sign_time > max_silent_seconds else "running"
 
 
-def totals_of_hosts(log_by_folder: Mapping[str, RunLog]) -> Totals:
+def sum_of_host_totals(log_by_folder: Mapping[str, RunLog]) -> Totals:
     """Returns the counts and the statistics of the shards of all hosts together.
 
     Args:
@@ -339,10 +339,10 @@ def aggregate(
     hook_descriptions = []
     for hook_name, hook_statistics in totals.statistics.items():
         hook_description = hook_description_by_name[hook_name]
-        key_name_and_width = {
+        selected_hook_fields = {
             field_name: hook_description[field_name] for field_name in ("key", "name", "width")
         }
-        hook_descriptions.append(key_name_and_width | hook_statistics.to_json())
+        hook_descriptions.append(selected_hook_fields | hook_statistics.to_json())
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if is_complete else "incomplete",
@@ -355,13 +355,13 @@ def aggregate(
 
 def _print_table(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> None:
     started_hosts = [host_state for host_state in hosts if host_state.state != "not started"]
-    cells_of_rows = [_cells_by_title(host_state) for host_state in started_hosts]
-    cells_of_sums = _cells_by_title(_sum_of_hosts(hosts, aggregated_metadata))
-    cells_of_rows.append({**cells_of_sums, "machine": "all", "host": ""})
-    column_titles = tuple(cells_of_rows[0])
+    cell_by_title_of_rows = [_cell_by_title(host_state) for host_state in started_hosts]
+    sum_cell_by_title = _cell_by_title(_sum_of_hosts(hosts, aggregated_metadata))
+    cell_by_title_of_rows.append({**sum_cell_by_title, "machine": "all", "host": ""})
+    column_titles = tuple(cell_by_title_of_rows[0])
     table_rows = [
         column_titles,
-        *(tuple(cells_by_title.values()) for cells_by_title in cells_of_rows),
+        *(tuple(cell_by_title.values()) for cell_by_title in cell_by_title_of_rows),
     ]
     column_widths = [max(map(len, column_cells)) for column_cells in zip(*table_rows, strict=True)]
     for row_cells in table_rows:
@@ -374,16 +374,25 @@ def _print_table(hosts: list[HostState], aggregated_metadata: dict[str, Any]) ->
 
 
 def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> HostState:
-    """Returns the state of the whole run, for the last row of the table of hosts.
-
-    The counts and the speed are sums over the hosts. `expected_end` is the latest of all running
-    hosts; None if it is unknown for one of them. `share`, the progress as a fraction of
-    --max_samples or --max_tokens, is the mean over all hosts, where a host that has not started
-    counts as 0; None if it is None for a host that has started.
+    """Combines the states of all hosts into the last row of the table of hosts.
 
     Args:
         hosts: The states of all hosts.
         aggregated_metadata: The content of aggregated_metadata.json.
+
+    Returns:
+        A `HostState` for the whole run, of which these fields are shown in the table:
+
+        - state: The status of the run, "complete" or "incomplete".
+        - shards, samples, tokens and bytes: The sums over all hosts.
+        - last_commit: The latest commit of any host. None if no host has stored a shard.
+        - tokens_per_second: The sum of the known speeds of the running hosts. None if no speed is
+          known.
+        - expected_end: The time at which the last running host is expected to end. None if this
+          time is unknown for a running host, or if no host is running.
+        - share: The progress as a fraction of --max_samples or --max_tokens. It is the mean over
+          all hosts, in which a host that has not started counts as 0. None if the progress of a
+          host that has started is unknown, or if no host has started.
     """
     running_hosts = [host_state for host_state in hosts if host_state.state == "running"]
     host_speeds_or_none = [host_state.tokens_per_second for host_state in running_hosts]
@@ -423,7 +432,7 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
     )
 
 
-def _cells_by_title(host: HostState) -> dict[str, str]:
+def _cell_by_title(host: HostState) -> dict[str, str]:
     """Returns the texts in the cells of a host's row in the table, by the titles of the columns.
 
     A text is "" if the host's value is unknown.
@@ -435,11 +444,13 @@ def _cells_by_title(host: HostState) -> dict[str, str]:
     state_in_words = host.state
     if host.state == "silent" and host.last_sign is not None:
         state_in_words = f"silent for {_duration_in_words(current_time - host.last_sign)}"
-    waited_in_words = ""
-    waited_seconds = sum(host.waited.values())
-    if waited_seconds >= 1:
+    waiting_time_and_phase_in_words = ""
+    total_waiting_seconds = sum(host.waited.values())
+    if total_waiting_seconds >= 1:
         phase_with_longest_wait = max(host.waited, key=lambda phase: host.waited[phase])
-        waited_in_words = f"{_duration_in_words(waited_seconds)} ({phase_with_longest_wait})"
+        waiting_time_and_phase_in_words = (
+            f"{_duration_in_words(total_waiting_seconds)} ({phase_with_longest_wait})"
+        )
 
     def cell(number: float | None, in_words: Callable[[float], str]) -> str:
         return "" if number is None else in_words(number)
@@ -462,7 +473,7 @@ def _cells_by_title(host: HostState) -> dict[str, str]:
         "last commit": cell(host.last_commit, time_since),
         "tokens/s": cell(host.tokens_per_second, "{:,.0f}".format),
         "of peak": cell(host.utilisation, "{:.0%}".format),
-        "waited to store": waited_in_words,
+        "waited to store": waiting_time_and_phase_in_words,
         "expected end": cell(host.expected_end, time_until),
     }
 

@@ -88,10 +88,10 @@ def verify(
     problem_messages += check_numbers(log_by_folder, checked_shards)
     if recomputer is not None:
         problem_messages += _compare(chosen_samples, recomputer, allowed_differences)
-        recomputed_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
+        recomputation_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
         omission_reason = "no model is recorded" if has_no_model else "give --model_path"
-        recomputed_in_words = f"nothing recomputed ({omission_reason})"
+        recomputation_in_words = f"nothing recomputed ({omission_reason})"
     stored_sample_count = sum(checked_shard.commit.count for checked_shard in checked_shards)
     stored_gigabytes = sum(checked_shard.commit.bytes for checked_shard in checked_shards) / 1e9
     say(
@@ -99,7 +99,7 @@ def verify(
         f"{'FAILED' if problem_messages else 'in order'}: "
         f"{counted(len(log_by_folder), 'folder')}, "
         f"{counted(len(checked_shards), 'shard')}, {counted(stored_sample_count, 'sample')}, "
-        f"{stored_gigabytes:,.3f} GB; {recomputed_in_words}; "
+        f"{stored_gigabytes:,.3f} GB; {recomputation_in_words}; "
         f"{counted(len(problem_messages), 'problem')}",
     )
     return 1 if problem_messages else 0
@@ -220,12 +220,13 @@ COMPUTING_ERRORS = {
     # than the error of one such rounding.
     "bfloat16": (5e-2, 5e-2),
 }
-# Stored dtype -> largest relative error that rounding to this dtype causes. For float16 and
-# bfloat16, the recomputed activations are rounded, too. The RMS of the difference of two rounded
-# values is 0.4 of a unit in the last place, and this unit is at most 2**-10 of a float16 value and
-# 2**-7 of a bfloat16 value. Stored float8 values are compared with recomputed values in float32.
-# They have 4 significant bits, so the error is at most 2**-4 of a value. An error of 0.026 of a
-# token's norm was measured.
+# Stored dtype -> largest error that rounding to this dtype causes, relative to the norm of a
+# sample's activations at a hook. For float16 and bfloat16, the recomputed activations are rounded,
+# too. The root mean square of the difference between two rounded values is 0.4 of a unit in the
+# last place. This unit is at most 2**-10 of a float16 value and 2**-7 of a bfloat16 value, so the
+# error is less than half of that. Stored float8 values have 4 significant bits, so rounding changes
+# a value by at most 2**-4 of it. The recomputed float32 values, with which they are compared, are
+# not rounded. For float8, an error of 0.026 of a token's norm was measured, which is below 2**-4.
 ROUNDING_ERRORS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0**-4}
 
 # Largest fraction of a sample's expert numbers or predicted token ids that may differ at a hook, by
@@ -271,9 +272,9 @@ def _compare(
         recomputer: The object whose function `compute_values` is called with the samples.
         allowed_differences: The largest differences that rounding explains.
     """
-    values_or_message_of_sample = recomputer.compute_values(chosen_samples)
+    values_or_messages_of_samples = recomputer.compute_values(chosen_samples)
     for chosen_sample, values_or_message in zip(
-        chosen_samples, values_or_message_of_sample, strict=True
+        chosen_samples, values_or_messages_of_samples, strict=True
     ):
         if isinstance(values_or_message, str):
             yield f"{chosen_sample.location_in_words}: cannot be recomputed: {values_or_message}"
@@ -323,8 +324,11 @@ def check_numbers(
     repeated_sample_numbers = sample_numbers[occurrence_counts > 1]
     if repeated_sample_numbers.size:
         repeated_numbers_in_words = counted(len(repeated_sample_numbers), "sample number")
-        first_repeated_number = repeated_sample_numbers[0]
-        yield f"{repeated_numbers_in_words} stored more than once, such as {first_repeated_number}"
+        first_repeated_sample_number = repeated_sample_numbers[0]
+        yield (
+            f"{repeated_numbers_in_words} stored more than once, such as "
+            f"{first_repeated_sample_number}"
+        )
     for folder_name, run_log in log_by_folder.items():
         folder_identity = run_log.identity
         last_shard_number = max(run_log.commit_by_shard_number, default=0)
@@ -367,7 +371,7 @@ def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
             yield f"{folder_name}: is missing"
     yield from foreign_folders(log_by_folder)
     # Fingerprints of the files of the data set, by the name and the size in bytes of the file.
-    fingerprint_by_name_and_bytes: dict[tuple[str, int], str] = {}
+    fingerprint_by_name_and_num_bytes: dict[tuple[str, int], str] = {}
     for folder_name, run_log in log_by_folder.items():
         yield from run_log.message_by_damaged_file.values()
         yield from (
@@ -377,10 +381,10 @@ def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
         folder_metadata = run_log.metadata or {}
         metadata_path = file_path(folder_name, METADATA)
         for data_file in folder_metadata.get("data_files", ()):
-            file_name, file_bytes = data_file["name"], data_file["bytes"]
+            file_name, num_file_bytes = data_file["name"], data_file["bytes"]
             file_fingerprint = data_file["fingerprint"]
-            if file_fingerprint != fingerprint_by_name_and_bytes.setdefault(
-                (file_name, file_bytes), file_fingerprint
+            if file_fingerprint != fingerprint_by_name_and_num_bytes.setdefault(
+                (file_name, num_file_bytes), file_fingerprint
             ):
                 yield (
                     f"{folder_name}: has read a file {file_name} with other content than others "
@@ -391,7 +395,7 @@ def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
         elif folder_metadata:
             for problem_of_totals in total_problems(run_log.commits_in_order, folder_metadata):
                 yield f"{metadata_path}: {problem_of_totals}"
-            committed_files = {commit.file for commit in run_log.commits_in_order}
-            for file_name in sorted(run_log.size_by_file_name.keys() - committed_files):
+            committed_file_names = {commit.file for commit in run_log.commits_in_order}
+            for file_name in sorted(run_log.size_by_file_name.keys() - committed_file_names):
                 if SHARD_FILE.fullmatch(file_name):
                     yield f"{file_path(folder_name, file_name)}: has no JSON"

@@ -64,8 +64,9 @@ class ExpectedHook(NamedTuple):
     Attributes:
         name: Name of the hook.
         is_certain: Whether a flag or the program that wrote the files determines the hook, or the
-            states of at least one row match the hook within the limits. If False, the states of no
-            row match any hook, and `name` is only the hook with the smallest error.
+            states of at least one row match the hook, apart from differences that rounding
+            explains. If False, the states of no row match any hook, and `name` is only the hook to
+            which the states are nearest in the largest number of rows.
     """
 
     name: str
@@ -164,24 +165,24 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     token_ids_by_row = _neighbours(folder, row_by_number) | {
         row_number: row.token_ids for row_number, row in row_by_number.items()
     }
-    states_model = load_model([*token_ids_by_row.values()], first_row_read.width)
-    expected_hooks = _requested_hooks(folder, states_model, layer_count)
-    row_checks = _match_rows(row_by_number, states_model)
+    states_recomputer = load_model([*token_ids_by_row.values()], first_row_read.width)
+    expected_hooks = _requested_hooks(folder, states_recomputer, layer_count)
+    row_checks = _match_rows(row_by_number, states_recomputer)
     if expected_hooks is None:
         expected_hooks = [_nearest_hook(row_checks, layer) for layer in range(layer_count - 1)]
-        expected_hooks.append(ExpectedHook(folder.last_hook(states_model.num_layers)))
+        expected_hooks.append(ExpectedHook(folder.last_hook(states_recomputer.num_layers)))
     report_lines = [
         _line_of_layer(layer, expected_hooks[layer], row_checks) for layer in range(layer_count)
     ]
     order_problem_message = (
-        "" if states_model.requested_hooks is not None else _order_problem(expected_hooks)
+        "" if states_recomputer.requested_hooks is not None else _order_problem(expected_hooks)
     )
     if order_problem_message:
         report_lines.append(order_problem_message)
-    wrong_row_numbers = set(chosen_row_numbers) - row_by_number.keys()
+    numbers_of_wrong_rows = set(chosen_row_numbers) - row_by_number.keys()
     report_lines += messages_about_left_out_rows
-    for wrong_row_number, id_problem in _wrong_ids(folder, row_by_number):
-        wrong_row_numbers.add(wrong_row_number)
+    for row_number_with_wrong_ids, id_problem in _wrong_ids(folder, row_by_number):
+        numbers_of_wrong_rows.add(row_number_with_wrong_ids)
         report_lines.append(id_problem)
     for row_check in tqdm(
         row_checks, "describing wrong rows", leave=False, unit=" rows", disable=None
@@ -192,18 +193,18 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             if not row_check.is_right(layer, expected_hook.name)
         ]
         if wrong_layers:
-            wrong_row_numbers.add(row_check.row_number)
+            numbers_of_wrong_rows.add(row_check.row_number)
             report_lines += _describe(
-                row_check, wrong_layers, expected_hooks, states_model, token_ids_by_row
+                row_check, wrong_layers, expected_hooks, states_recomputer, token_ids_by_row
             )
-    notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
-    has_any_problem = bool(wrong_row_numbers or order_problem_message)
+    notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_recomputer, expected_hooks)]
+    has_any_problem = bool(numbers_of_wrong_rows or order_problem_message)
     say(
         *report_lines,
         *(f"note: {note_for_user}" for note_for_user in notes_for_user),
         f"{'FAILED' if has_any_problem else 'in order'}: hidden states of {folder.program_name}, "
         f"{counted(len(folder.path_by_row_number), 'row')}; "
-        f"{counted(len(chosen_row_numbers), 'row')} compared, {len(wrong_row_numbers)} wrong",
+        f"{counted(len(chosen_row_numbers), 'row')} compared, {len(numbers_of_wrong_rows)} wrong",
     )
     return 1 if has_any_problem else 0
 
@@ -232,16 +233,17 @@ def _read_rows(
             continue
         first_row = next(iter(row_by_number.values()), stored_row)
         layer_count, width = len(stored_row.states_of_layers), stored_row.width
-        first_layer_count, first_width = len(first_row.states_of_layers), first_row.width
+        layer_count_of_first_row = len(first_row.states_of_layers)
+        width_of_first_row = first_row.width
         if not len(stored_row.token_ids) or not len(stored_row.states_of_layers[0]):
             problem_messages.append(
                 f"row {row_number}: {folder.file_name(row_number)}: holds no tokens or states"
             )
-        elif (layer_count, width) != (first_layer_count, first_width):
+        elif (layer_count, width) != (layer_count_of_first_row, width_of_first_row):
             problem_messages.append(
                 f"row {row_number}: {folder.file_name(row_number)}: holds {layer_count} layers of "
-                f"{width} values; row {next(iter(row_by_number))} holds {first_layer_count} of "
-                f"{first_width}"
+                f"{width} values; row {next(iter(row_by_number))} holds "
+                f"{layer_count_of_first_row} of {width_of_first_row}"
             )
         else:
             row_by_number[row_number] = stored_row
@@ -407,18 +409,18 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     """Returns the line that --verify prints about one layer of the files of hidden states.
 
     The line names the hook, the number of rows whose files contain the states at this hook in this
-    layer, and the largest error of these rows. If `hook.is_certain` is False, no row matches any
-    hook. The line then says so, and names no hook.
+    layer, and the largest error of these rows. If the hook of the layer could not be determined
+    (`hook.is_certain` is False), the line says that no row matches a hook, and names no hook.
 
     Args:
         layer: Index of the layer in each file, from 0.
-        hook: Hook whose states the layer should contain.
+        hook: Hook whose states the layer should contain, if it could be determined.
         checks: Results of comparing each file with the states of the model.
     """
     layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_of_layers)}"
     if not hook.is_certain:
         return f"{layer_in_words}: no row matches a hook"
-    # A match with the states at the hook for each file whose layer contains these states.
+    # One match for each file whose layer contains the states that the model computes at `hook`.
     matches_of_correct_files: list[HookMatch] = []
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
@@ -607,9 +609,9 @@ def _describe(
 
 
 def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
-    """Returns the names of the hooks at which a layer with wrong states is compared with samples.
+    """Returns the names of hooks whose computed states are compared with a layer's wrong states.
 
-    The comparison shows to which sample, hook and tokens the wrong states belong.
+    The comparison finds the sample, the hook and the tokens to which the wrong states belong.
 
     Args:
         expected: Hook whose states the layer should contain.
@@ -630,10 +632,10 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str | None:
-    """Describes the wrong states in one layer of a file, if no other samples are needed for this.
+    """Describes the wrong states in one layer of a file without the states of other samples.
 
-    No other samples are needed, for example, if the states are NaN or zeros, or if they are states
-    of the file's own sample, but at another hook or of the next tokens.
+    This is possible, for example, if the wrong states are NaN or zeros, or if they are states of
+    the file's own sample, but at another hook or of the next tokens.
 
     Args:
         check: Comparison of the file with the states of its row's sample.
@@ -688,8 +690,9 @@ def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomput
     """Returns a phrase that names the hook of some stored states if it is not the expected hook.
 
     The phrase is, for example, ", of HOOK, one layer too late" if the states are the states at the
-    hook HOOK, which comes one layer after the expected hook. It only names HOOK if it is not
-    certain which hook is expected. It is "" if the states are the states at the expected hook.
+    hook HOOK, which comes one layer after the expected hook. If the expected hook is not certain,
+    the phrase is only ", of HOOK", without the number of layers. If the expected hook is certain
+    and the states are the states at this hook, the phrase is "".
 
     Args:
         actual_hook_name: Name of the hook at which the model computes these states.
@@ -724,15 +727,17 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
         return ", before the final norm instead of after it"
     ordered_hook_names = [*_stream_names(model.num_layers), FINAL_NORM_HOOK]
     index_of_actual_hook = ordered_hook_names.index(actual_hook_name)
-    layer_distance = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
+    layer_offset = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
     if expected_hook_name == FINAL_NORM_HOOK:
-        # `ordered_hook_names` lists the final norm one place after the last layer. But the norm is
-        # no layer, so the distance to the norm is brought one place nearer to 0.
-        layer_distance += 1
+        # The final norm is not a layer, but has a place in `ordered_hook_names` after the last
+        # layer, so the offset counts one layer too many. If the norm is expected, the offset is
+        # negative, and 1 is added. If the states are those after the norm, the offset is positive,
+        # and 1 is subtracted.
+        layer_offset += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
-        layer_distance -= 1
-    direction_in_words = "late" if layer_distance > 0 else "early"
-    layers_in_words = "one layer" if abs(layer_distance) == 1 else f"{abs(layer_distance)} layers"
+        layer_offset -= 1
+    direction_in_words = "late" if layer_offset > 0 else "early"
+    layers_in_words = "one layer" if abs(layer_offset) == 1 else f"{abs(layer_offset)} layers"
     final_norm_clause = ""
     if actual_hook_name == FINAL_NORM_HOOK:
         final_norm_clause = ", and after the final norm"
@@ -759,11 +764,12 @@ def _describe_parts(
     alignments: Sequence[Alignment],
     model: StatesRecomputer,
 ) -> str:
-    """Describes the wrong states in one layer of a file, if other samples are needed for this.
+    """Describes the wrong states in one layer of a file by the samples to which they belong.
 
-    The description names the samples, tokens and hooks to which some of the states belong. If no
-    states were found to belong to a sample, it names the hook at which the states of the file's own
-    sample are nearest.
+    This function is for states that `_describe_by_same_sample` cannot describe. The description
+    names the samples, tokens and hooks to which some of the states belong. If no states were found
+    to belong to a sample, it names the hook at which the states of the file's own sample are
+    nearest.
 
     Args:
         check: Comparison of the file with the states of its row's sample.
@@ -777,8 +783,9 @@ def _describe_parts(
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
-    # If states belong to several samples, for example because two samples begin alike, the expected
-    # hook is preferred to other hooks, near rows to far rows, and offset 0 to other offsets.
+    # States may match several samples, for example if two samples begin with the same tokens. The
+    # first preference is then a match at the expected hook, the second is a sample whose row is
+    # near the described row (`check.row_number`), and the third is offset 0.
     alignments_nearest_first = sorted(
         alignments,
         key=lambda alignment: (

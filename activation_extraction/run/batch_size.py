@@ -114,16 +114,18 @@ def fit_rows(
         "devices": num_devices_of_run,
         "mesh": forward.layout.shape,
     }
-    recorded_batch_sizes = [metadata.get("auto_batch_size") or {} for metadata in earlier_metadata]
-    recorded_row_counts_for_same_devices = [
-        recorded_batch_size["rows"]
-        for recorded_batch_size in recorded_batch_sizes
-        if device_and_mesh.items() <= recorded_batch_size.items()
+    recorded_batch_size_choices = [
+        metadata.get("auto_batch_size") or {} for metadata in earlier_metadata
     ]
-    recorded_row_count_by_host = gather(
+    recorded_row_counts_for_same_devices = [
+        recorded_batch_size_choice["rows"]
+        for recorded_batch_size_choice in recorded_batch_size_choices
+        if device_and_mesh.items() <= recorded_batch_size_choice.items()
+    ]
+    recorded_row_counts_of_hosts = gather(
         host, min(recorded_row_counts_for_same_devices, default=None)
     )
-    smallest_recorded_row_count = min(filter(None, recorded_row_count_by_host), default=None)
+    smallest_recorded_row_count = min(filter(None, recorded_row_counts_of_hosts), default=None)
 
     def prepare(num_rows: int) -> Forward:
         request_with_rows = replace(request, batch_shape=(num_rows, request.batch_shape[1]))

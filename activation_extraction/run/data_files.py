@@ -51,8 +51,8 @@ class DataFiles:
     Args:
         files: The files, in the order in which they are read. `DataFile.byte_count` determines how
             many bytes of each file are read.
-        records: The record of each file in metadata.json, in the same order. None to make the
-            records, which computes the fingerprints.
+        recorded_files: The record of each file in metadata.json, in the same order. None to make
+            the records, which computes the fingerprints.
 
     Attributes:
         files: The files, as a tuple.
@@ -63,22 +63,25 @@ class DataFiles:
     """
 
     def __init__(
-        self, files: Sequence[DataFile] = (), records: Sequence[RecordedFile] | None = None
+        self, files: Sequence[DataFile] = (), recorded_files: Sequence[RecordedFile] | None = None
     ) -> None:
         self.files = tuple(files)
-        if records is None:
+        if recorded_files is None:
             with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
-                records = list(thread_pool.map(_record_of_file, files))
-        self.recorded_files = tuple(records)
-        # Local files by the names under which rows may refer to them. In a mixture, `file.name`
-        # begins with the number of the source (see open_data.py), but the name in a row does not.
-        self._local_files_by_name_in_row: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = (
-            defaultdict(list)
-        )
+                recorded_files = list(thread_pool.map(_record_of_file, files))
+        self.recorded_files = tuple(recorded_files)
+        # Each local file with its record, by the names of the file that the position of a row may
+        # contain. In a mixture, `DataFile.name` begins with the number of the source (see
+        # open_data.py), but the name in the position does not.
+        self._files_and_records_by_name_in_position: defaultdict[
+            str, list[tuple[DataFile, RecordedFile]]
+        ] = defaultdict(list)
         for data_file, recorded_file in zip(self.files, self.recorded_files, strict=True):
             if data_file.is_local:
                 for file_name in {data_file.name, data_file.name.partition("/")[2]}:
-                    self._local_files_by_name_in_row[file_name].append((data_file, recorded_file))
+                    self._files_and_records_by_name_in_position[file_name].append(
+                        (data_file, recorded_file)
+                    )
 
     @classmethod
     def as_recorded(
@@ -110,11 +113,11 @@ class DataFiles:
         files_in_recorded_order = _in_recorded_order(files, recorded_files)
         num_added_bytes_by_url = {}  # number of bytes by which each file has grown, by its URL
         with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
-            is_unchanged_of_files = thread_pool.map(
+            comparison_results = thread_pool.map(
                 _is_recorded, files_in_recorded_order, recorded_files
             )
             for data_file, recorded_file, is_file_unchanged in zip(
-                files_in_recorded_order, recorded_files, is_unchanged_of_files, strict=True
+                files_in_recorded_order, recorded_files, comparison_results, strict=True
             ):
                 num_added_bytes = data_file.byte_count - recorded_file.bytes
                 if not is_file_unchanged:
@@ -173,7 +176,9 @@ class DataFiles:
             RunError: If a file has changed or cannot be read.
         """
         for file_name in {row_position["file"] for row_position in rows if "file" in row_position}:
-            for data_file, recorded_file in self._local_files_by_name_in_row.get(file_name, ()):
+            for data_file, recorded_file in self._files_and_records_by_name_in_position.get(
+                file_name, ()
+            ):
                 problem_message = f"{data_file.url}: has changed while the run was reading it"
                 try:
                     with naming_unreadable(data_file.url):
@@ -190,7 +195,7 @@ class DataFiles:
 
 
 def _in_recorded_order(
-    files: Sequence[DataFile], records: Sequence[RecordedFile]
+    files: Sequence[DataFile], recorded_files: Sequence[RecordedFile]
 ) -> list[DataFile]:
     """Returns the files in the recorded order and with their recorded names.
 
@@ -199,19 +204,19 @@ def _in_recorded_order(
 
     Args:
         files: The files that the data set has now.
-        records: The records of the files that the run reads.
+        recorded_files: The records of the files that the run reads.
 
     Raises:
         InputError: If a recorded file is missing, or if a file was not recorded.
     """
     file_by_name = {data_file.name: data_file for data_file in files}
-    recorded_file_names = {recorded_file.name for recorded_file in records}
+    recorded_file_names = {recorded_file.name for recorded_file in recorded_files}
     unrecorded_files = [
         data_file for data_file in files if data_file.name not in recorded_file_names
     ]
     unrecorded_files.sort(key=lambda data_file: data_file.byte_count)
     files_in_recorded_order = []
-    for recorded_file in records:
+    for recorded_file in recorded_files:
         data_file = file_by_name.get(recorded_file.name)
         if data_file is None:
             renamed_files = (
@@ -235,7 +240,7 @@ def _in_recorded_order(
     return files_in_recorded_order
 
 
-def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
+def _is_recorded(file: DataFile, recorded_file: RecordedFile) -> bool:
     """Returns whether a file still has the content that a run has recorded.
 
     A file that may grow (`file.may_grow` is True) may have become longer: only as many bytes as the
@@ -244,14 +249,15 @@ def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
 
     Args:
         file: The file as it is now.
-        record: The record of the file.
+        recorded_file: The record of the file.
 
     Raises:
         InputError: If a local file cannot be read.
     """
-    if file.byte_count != record.bytes and not file.may_grow:
+    if file.byte_count != recorded_file.bytes and not file.may_grow:
         return False
-    return _record_of_file(replace(file, byte_count=record.bytes)).fingerprint == record.fingerprint
+    file_with_recorded_size = replace(file, byte_count=recorded_file.bytes)
+    return _record_of_file(file_with_recorded_size).fingerprint == recorded_file.fingerprint
 
 
 def _record_of_file(file: DataFile) -> RecordedFile:

@@ -256,13 +256,13 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     )
     step_cost = cost_model.estimate(mesh_layout, devices_of_mesh)
     usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)
-    compiler_bytes_of_device = None
+    memory_bytes_from_compiler = None
     fits_in_memory = step_cost.memory_bytes <= usable_bytes_of_device
     if run.topology.is_tpu:
         try:
-            compiler_bytes_of_device = bytes_of_compiled_step(run, request)
-            if compiler_bytes_of_device is not None:
-                fits_in_memory = compiler_bytes_of_device <= usable_bytes_of_device
+            memory_bytes_from_compiler = bytes_of_compiled_step(run, request)
+            if memory_bytes_from_compiler is not None:
+                fits_in_memory = memory_bytes_from_compiler <= usable_bytes_of_device
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(mesh_layout.shape), one_line(error))
             fits_in_memory = fits_in_memory and "RESOURCE_EXHAUSTED" not in str(error)
@@ -271,7 +271,9 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
         "shape": mesh_layout.shape,
         "fits": fits_in_memory,
         "memory_gb": step_cost.memory_bytes / 1e9,
-        "compiled_gb": None if compiler_bytes_of_device is None else compiler_bytes_of_device / 1e9,
+        "compiled_gb": None
+        if memory_bytes_from_compiler is None
+        else memory_bytes_from_compiler / 1e9,
         "step_ms": 1e3 * step_cost.seconds,
         "tokens_per_second": [
             fraction_of_peak * peak_tokens_per_second for fraction_of_peak in GUESSED_FRACTIONS
@@ -384,20 +386,20 @@ def estimate_totals(
     if run.token_counts is not None:
         stored_terabytes = run.token_counts.num_stored_tokens * token_bytes / 1e12
         if fastest_mesh is not None:
-            # The speed of a mesh counts computed tokens. The speed that a user gives counts stored
-            # tokens.
+            # The speed of a mesh is in computed tokens per second. The speed that a user gives is
+            # in stored tokens per second and host.
             if config.plan_options.tokens_per_second is None:
-                num_tokens_counted_by_speed = run.token_counts.num_computed_tokens
-                tokens_per_second_range = fastest_mesh["tokens_per_second"]
+                num_tokens_that_speed_refers_to = run.token_counts.num_computed_tokens
+                possible_tokens_per_second = fastest_mesh["tokens_per_second"]
             else:
-                num_tokens_counted_by_speed = run.token_counts.num_stored_tokens
-                # The user gives a single speed, so this range contains one number.
-                tokens_per_second_range = [
+                num_tokens_that_speed_refers_to = run.token_counts.num_stored_tokens
+                # The user gives a single speed, so this list contains one number.
+                possible_tokens_per_second = [
                     config.plan_options.tokens_per_second * run.topology.num_hosts
                 ]
             hours_range = [
-                num_tokens_counted_by_speed / max(tokens_per_second_range) / 3600,
-                num_tokens_counted_by_speed / min(tokens_per_second_range) / 3600,
+                num_tokens_that_speed_refers_to / max(possible_tokens_per_second) / 3600,
+                num_tokens_that_speed_refers_to / min(possible_tokens_per_second) / 3600,
             ]
         if hours_range is not None and config.plan_options.chip_hour_dollars:
             chip_hour_prices = config.plan_options.chip_hour_dollars

@@ -54,7 +54,7 @@ BATCHES_AHEAD = 4
 
 @dataclass(frozen=True)
 class Text:
-    """The text of a run, which makes samples and batches from the rows of the data set.
+    """Makes samples and batches from the rows of a run's data set.
 
     The tokenizer, the chat template and the data set are opened when their properties are first
     read. If one of them cannot be opened, reading the property raises InputError.
@@ -78,7 +78,11 @@ class Text:
 
     @cached_property
     def chosen_tokenizer(self) -> ChosenTokenizer | None:
-        """The tokenizer of the model or the adapter. None if the data set has token ids."""
+        """The tokenizer of the run, with the files of the model or the adapter that contain it.
+
+        `choose_tokenizer` documents when the adapter's tokenizer is used instead of the model's.
+        None if the data set has token ids.
+        """
         if self.options.ids_column:
             return None
         return choose_tokenizer(
@@ -87,7 +91,10 @@ class Text:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The object that turns text into token ids. None if the data set has token ids."""
+        """The object that turns text into token ids, which belongs to `chosen_tokenizer`.
+
+        None if the data set has token ids.
+        """
         chosen_tokenizer = self.chosen_tokenizer
         return None if chosen_tokenizer is None else chosen_tokenizer.backend
 
@@ -221,8 +228,8 @@ class Text:
 
         Returns:
             An iterable of batches, which a background thread prepares. After the last batch, its
-            attribute `result` is the mark at the end of the data or at the limits of the run. This
-            attribute is None if everything is stored already.
+            attribute `generator_result` is the mark at the end of the data or at the limits of the
+            run. This attribute is None if everything is stored already.
 
         Raises:
             InputError: If the first batch cannot be read, or if the data set contains no text.

@@ -289,12 +289,12 @@ def raise_together(
     )
     if problem is None and any(problem_kinds_of_hosts):
         failed_host_numbers = [
-            str(host_number)
+            host_number
             for host_number, problem_kind in enumerate(problem_kinds_of_hosts)
             if problem_kind != NO_PROBLEM
         ]
         other_failure_message = (
-            f"host {', '.join(failed_host_numbers)} failed: see the message there"
+            f"host {', '.join(map(str, failed_host_numbers))} failed: see the message there"
         )
         if BAD_INPUT in problem_kinds_of_hosts:
             problem = InputError(other_failure_message)
@@ -319,14 +319,14 @@ def _difference_message(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
             differs.
     """
     for field_name in chain(*fields_of_hosts):
-        host_numbers_by_content: dict[str, list[str]] = {}
+        host_numbers_by_content: dict[str, list[int]] = {}
         for host_number, fields_of_host in enumerate(fields_of_hosts):
             field_content = fields_of_host.get(field_name, "nothing")
-            host_numbers_by_content.setdefault(field_content, []).append(str(host_number))
+            host_numbers_by_content.setdefault(field_content, []).append(host_number)
         if len(host_numbers_by_content) > 1:
             break
     contents_in_words = [
-        f"{field_content} on {', '.join(host_numbers)}"
+        f"{field_content} on {', '.join(map(str, host_numbers))}"
         for field_content, host_numbers in host_numbers_by_content.items()
     ]
     return (
@@ -506,32 +506,30 @@ class Lockstep:
     ) -> None:
         self.failure: Exception | None = None
         self._remaining_batches = batches
-        self._is_stop_requested: Callable[[], object] = stopped
+        self._get_stop_request: Callable[[], object] = stopped
         self._clock = clock
         self._upcoming_batches: deque[Batch | None] = deque()
         # Whether this host has data, for each of the first STEPS_AHEAD steps.
-        has_data_at_first_steps: list[bool] = []
+        data_conditions_on_this_host: list[bool] = []
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
-            has_data_at_first_steps.append(self._has_data_at_later_step)
+            data_conditions_on_this_host.append(self._has_data_at_later_step)
         conditions_of_this_host = [
-            *has_data_at_first_steps,
+            *data_conditions_on_this_host,
             bool(stopped()),
             self.failure is not None,
         ]
-        # `does_any_host_have_data_at_steps` contains, for each of the first STEPS_AHEAD steps of
-        # the run, whether any host has data.
-        *does_any_host_have_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
+        # `data_conditions_on_any_host` contains, for each of the first STEPS_AHEAD steps of the
+        # run, whether any host has data.
+        *data_conditions_on_any_host, is_any_host_stopping, has_any_host_failed = any_host(
             conditions_of_this_host
         )
         self.reaches_end_of_data = not is_any_host_stopping
         is_run_ending = is_any_host_stopping or (
-            has_any_host_failed and not any(does_any_host_have_data_at_steps)
+            has_any_host_failed and not any(data_conditions_on_any_host)
         )
         # For each of the next steps, whether all hosts take it.
-        self._decisions_to_take_steps = deque(
-            [] if is_run_ending else does_any_host_have_data_at_steps
-        )
+        self._decisions_to_take_steps = deque([] if is_run_ending else data_conditions_on_any_host)
 
     def __iter__(self) -> Iterator[Batch | None]:
         while self._decisions_to_take_steps and self._decisions_to_take_steps.popleft():
@@ -549,7 +547,7 @@ class Lockstep:
             The batch. None if this host has no batch for that step.
         """
         self._has_data_at_later_step = False
-        if self.failure is None and not self._is_stop_requested():
+        if self.failure is None and not self._get_stop_request():
             try:
                 with self._clock.measure("data"):
                     fetched_batch = next(self._remaining_batches)
@@ -565,14 +563,15 @@ class Lockstep:
     def votes(self) -> tuple[bool, bool, bool]:
         """The votes by which the hosts decide together whether to take another step (see `learn`).
 
-        They are sent with the step of the batch that was yielded last. A tuple of:
+        The devices sum the votes of all hosts in the step that computes the batch that was yielded
+        last. The votes are about the step STEPS_AHEAD steps after that step. A tuple of:
             Whether this host has data.
             Whether it was asked to stop.
             Whether it failed.
         """
         return (
             self._has_data_at_later_step,
-            bool(self._is_stop_requested()),
+            bool(self._get_stop_request()),
             self.failure is not None,
         )
 

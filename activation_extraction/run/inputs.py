@@ -118,8 +118,8 @@ MODEL_INPUTS: tuple[Input[Forward], ...] = (
 TOKENIZER: Input[Text] = Input(
     "tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")
 )
-# Inputs that determine the token ids. Before token ids of a stored run are made again, they are
-# compared with the inputs of the run.
+# Inputs that determine the token ids. Before token ids of a stored run are made again, these inputs
+# are compared with the inputs that the run has recorded.
 TEXT_INPUTS: tuple[Input[Text], ...] = (
     TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
@@ -174,7 +174,8 @@ def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
     """Checks that a run has made its tokens with the tokenizer in `text`.
 
     Args:
-        text: The tokenizer, with a chat template and a data set, which are not opened.
+        text: The object that opens the tokenizer, the chat template and the data set. Here, only
+            its tokenizer is opened.
         config: The configuration, whose flags appear in the message.
         identity: The identity of the run.
 

@@ -193,15 +193,15 @@ def _open_mixture(
     source_names = source_names or [
         plain_url(source_in_flag) for source_in_flag, _ in sources_and_weights
     ]
-    name_and_weight_texts = []
+    source_descriptions = []
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
-        name_and_weight_texts.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
-    mixture_description = " ".join(name_and_weight_texts)
-    recorded_metadata, joined_recorded_revisions = _recorded_metadata(
+        source_descriptions.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
+    mixture_description = " ".join(source_descriptions)
+    recorded_metadata, recorded_revisions_text = _recorded_metadata(
         mixture_description, earlier_metadata
     )
     revision_by_source = {}  # revision of each hub data set by the name of the source
-    for name_and_revision in joined_recorded_revisions.split():
+    for name_and_revision in recorded_revisions_text.split():
         source_name, source_revision = name_and_revision.rsplit("@", 1)
         revision_by_source[source_name] = source_revision
     # All files of the mixture. The name of each file begins with the number of its source.

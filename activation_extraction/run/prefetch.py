@@ -25,11 +25,12 @@ class _End(Generic[R]):
     """A marker behind the last item of a `Prefetch`, which tells how its generator ended.
 
     Attributes:
-        result: The value that the generator has returned. None if it has raised an exception.
+        generator_result: The value that the generator has returned. None if it has raised an
+            exception.
         error: The exception that the generator has raised. None if it has returned.
     """
 
-    result: R | None = None
+    generator_result: R | None = None
     error: BaseException | None = None
 
 
@@ -41,8 +42,8 @@ class Prefetch(Generic[T, R]):
     RunError.
 
     Attributes:
-        result: The value that the generator has returned. None until the caller has iterated to the
-            end, even if the background thread has reached the end already.
+        generator_result: The value that the generator has returned. None until the caller has
+            iterated to the end, even if the background thread has reached the end already.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Prefetch(Generic[T, R]):
         skipping: threading.Event | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        """Starts the thread.
+        """Starts a background thread that takes items from a generator before they are needed.
 
         Args:
-            items: The generator.
-            depth: The largest number of prepared items that wait to be taken.
+            items: The generator that makes the items.
+            depth: The largest number of prepared items that wait until the caller takes them. When
+                so many wait, the thread waits, too.
             skipping: An event that the generator sets for each stored sample that it skips. While
                 it skips samples, None is yielded every `patience` seconds instead of an item, so
                 that the other hosts of a pod need not wait for this host. If `skipping` is None,
@@ -64,7 +66,7 @@ class Prefetch(Generic[T, R]):
             patience: Time in seconds without an item after which None is yielded while samples are
                 skipped.
         """
-        self.result: R | None = None
+        self.generator_result: R | None = None
         # An event that the generator sets for each stored sample that it skips.
         self._skip_event = skipping
         self._patience_seconds = patience
@@ -78,7 +80,7 @@ class Prefetch(Generic[T, R]):
             while True:
                 self._ready_items.put(next(items))
         except StopIteration as stop:
-            end_marker = _End(result=stop.value)
+            end_marker = _End(generator_result=stop.value)
         except BaseException as error:  # without an end marker, the caller would wait forever
             end_marker = _End(error=error)
         self._ready_items.put(end_marker)
@@ -142,7 +144,7 @@ class Prefetch(Generic[T, R]):
                     raise RunError(
                         f"preparing batches failed: {one_line(generator_error)}"
                     ) from generator_error
-                self.result = item_or_end.result
+                self.generator_result = item_or_end.generator_result
                 return
             yield item_or_end
             wait_start_time = time.monotonic()

@@ -64,10 +64,10 @@ class Run:
         watchdog: The watchdog, which ends the process if nothing happens for too long.
         folders: The local folder and the folder in a bucket to which this host writes.
         forward: The model on its mesh, whose checkpoint is checked but not read yet.
-        text: The text that the run reads.
+        text: The object that makes samples and batches from the rows of the data set.
         storage: The storage of this host, to which nothing has been written yet.
         batches: The batches of the samples that were not stored yet when the text was opened. After
-            the last batch, the attribute `result` is the mark at the end of the data.
+            the last batch, the attribute `generator_result` is the mark at the end of the data.
     """
 
     config: Config
@@ -170,8 +170,9 @@ def check_output(config: Config, host: Host) -> RunFolders:
         host: This host.
 
     Raises:
-        InputError: If a folder cannot be written to, if its disk has too little free space, or if a
-            run with other numbers of machines or hosts has left folders beside it.
+        InputError: If a folder cannot be written to, if its disk has too little free space, or if
+            the output folder, local or in the bucket, contains folders or files of a run with
+            other numbers of machines or hosts.
     """
     host_options, output_options = config.host_options, config.output_options
     worker = Worker(host_options.machine_id, host_options.total_machines, host.id, host.num_hosts)
@@ -302,23 +303,26 @@ def recorded_model_commit(model_path: str, metadata: Mapping[str, Any]) -> str |
 
 
 def agree_on_model_commit(host: Host, model_commit_choice: ModelCommitChoice | None) -> str | None:
-    """Returns the git commit of the model that all hosts use. All hosts must call this together.
+    """Returns the git commit from which this host reads the model on the hub.
 
-    If any host has found a commit in the metadata of the run, all hosts use it. Otherwise, they use
-    the commit that the first host has chosen.
+    All hosts must call this together. The hosts that read the model from the hub use the same
+    commit. If one of them has found a commit in the metadata of the run, they use this commit.
+    Otherwise, they use the commit that the first of them has chosen.
 
     Args:
         host: This host.
         model_commit_choice: The result of `choose_model_commit` on this host.
 
     Returns:
-        The commit. None if this host has chosen no commit.
+        The commit. None if this host does not read the model from the hub, because its model is
+        local or the model of the demo.
     """
-    choice_fields_of_hosts = gather(host, model_commit_choice)
+    # If there are several hosts, `gather` turns each choice into a list of its fields.
+    gathered_model_commit_choices = gather(host, model_commit_choice)
     model_commit_choices_of_hosts = [
-        ModelCommitChoice(*choice_fields)
-        for choice_fields in choice_fields_of_hosts
-        if choice_fields is not None
+        ModelCommitChoice(*gathered_choice)
+        for gathered_choice in gathered_model_commit_choices
+        if gathered_choice is not None
     ]
     if model_commit_choice is None or not model_commit_choices_of_hosts:
         return None
@@ -344,10 +348,10 @@ def smallest_device_memory(config: Config, host: Host) -> float | None:
     Raises:
         InputError: If JAX finds no devices.
     """
-    use_all_devices = config.computing_options.use_data_parallel
+    uses_all_devices = config.computing_options.use_data_parallel
 
     def memory_of_this_host() -> float | None:
-        devices_of_host = devices_of_this_host(usable_devices(use_all_devices))
+        devices_of_host = devices_of_this_host(usable_devices(uses_all_devices))
         return memory_of(devices_of_host[0])
 
     first_device_memory_bytes = together(host, memory_of_this_host)
@@ -553,7 +557,7 @@ def plan_storage(
     encoder_metadata_by_hook_name = {
         encoder.hook.name: encoder.metadata() for encoder in forward.encoders
     }
-    facts_by_hook_key = {
+    metadata_by_hook_key = {
         hook_key: encoder_metadata_by_hook_name.get(hook.name) or hook.metadata(forward.sizes)
         for hook_key, hook in forward.hook_by_key.items()
     }
@@ -563,7 +567,7 @@ def plan_storage(
         storage_options_of_host,
         identity,
         folders.remote,
-        RunFacts(facts, facts_by_hook_key, text.dataset.files),
+        RunFacts(facts, metadata_by_hook_key, text.dataset.files),
         config.repair,
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )

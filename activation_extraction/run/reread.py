@@ -203,17 +203,16 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     # Samples of one worker with the same mark before them are read in one pass over the worker's
     # share of the data. The keys are the worker and the number of samples before the mark. The
     # values are indices in `stored_samples`.
-    sample_indices_by_worker_and_start: dict[tuple[Worker, int], list[int]] = defaultdict(list)
+    sample_indices_by_worker_and_num_samples_before_mark: dict[tuple[Worker, int], list[int]] = (
+        defaultdict(list)
+    )
     for sample_index, stored_sample in enumerate(stored_samples):
         mark_before_sample = stored_sample.mark_before
-        num_samples_before = 0 if mark_before_sample is None else mark_before_sample.samples
-        sample_indices_by_worker_and_start[stored_sample.worker, num_samples_before].append(
-            sample_index
-        )
-    for (
-        worker,
-        _num_samples_before_mark,
-    ), sample_indices in sample_indices_by_worker_and_start.items():
+        num_samples_before_mark = 0 if mark_before_sample is None else mark_before_sample.samples
+        sample_indices_by_worker_and_num_samples_before_mark[
+            stored_sample.worker, num_samples_before_mark
+        ].append(sample_index)
+    for (worker, _), sample_indices in sample_indices_by_worker_and_num_samples_before_mark.items():
         # The same sample may be in `stored_samples` several times.
         indices_in_stored_samples_by_sample_idx: dict[int, list[int]] = defaultdict(list)
         for sample_index in sample_indices:
