@@ -82,7 +82,7 @@ class MemoryFolder(Folder):
 
     def __init__(self, bucket: MemoryBucket, process: Process, url: str = "mem://bucket") -> None:
         self.bucket, self.process = bucket, process
-        super().__init__(url, patience=60)
+        super().__init__(url, patience_seconds=60)
 
     def child(self, name: str) -> "MemoryFolder":
         return MemoryFolder(self.bucket, self.process, f"{self.url}/{name}")

@@ -59,7 +59,7 @@ def folder(request, bucket, monkeypatch, tmp_path):
         if request.param == "gateway":
             for name, value in server.environment.items():
                 monkeypatch.setenv(name, value)
-        yield Folder(urls.get(request.param, request.param), patience=20)
+        yield Folder(urls.get(request.param, request.param), patience_seconds=20)
 
 
 def test_a_write_is_conditional_on_what_stands_there(folder):
@@ -84,7 +84,7 @@ def test_a_write_is_conditional_on_what_stands_there(folder):
     folder.write("file", b"", ANY)
     assert folder.head("file") == folder.listing()["file"]
     folder.write("new", b"4", ANY)
-    assert folder.files() == {"file": 0, "new": 1} and folder.retries == 0
+    assert folder.files() == {"file": 0, "new": 1} and folder.num_failed_attempts == 0
     folder.remove("file")
     folder.remove("file")
     assert folder.files() == {"new": 1}
@@ -93,7 +93,7 @@ def test_a_write_is_conditional_on_what_stands_there(folder):
 @pytest.mark.parametrize("ask", [Folder.head, Folder.read_with_version, Folder.write])
 def test_a_write_to_google_is_conditional_on_the_generation_that_was_seen(bucket, ask):
     """Somebody has written the same content again since: the ETag is the same."""
-    folder = Folder(GOOGLE, patience=20)
+    folder = Folder(GOOGLE, patience_seconds=20)
     seen = folder.write("file", b"one", None)
     if ask is not Folder.write:
         _, seen = ask(folder, "file")
@@ -182,7 +182,7 @@ def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, li
     bucket.faults, bucket.fault_rate = (fault,), 1.0
     with pytest.raises(ChangedError, match=f"{url}: writing file: ") as raised:
         folder.write("file", b"content", None)
-    assert not raised.value.is_permanent and folder.retries == 1
+    assert not raised.value.is_permanent and folder.num_failed_attempts == 1
     assert bucket.failed == {fault: 1}
     ((_, line),) = lines
     assert line.endswith("; looking at what is there now")
@@ -218,9 +218,12 @@ def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
     folder, faults = Folder(GOOGLE, 600, flag="--some_flag"), []
     monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
     for name in ASK.keys() - {"writing file"}:
-        faults, before = ["429", "400 RequestTimeout", "lost", "reset", "503"], folder.retries
+        faults, before = (
+            ["429", "400 RequestTimeout", "lost", "reset", "503"],
+            folder.num_failed_attempts,
+        )
         ASK[name](folder)
-        assert not faults and folder.retries == before + 5
+        assert not faults and folder.num_failed_attempts == before + 5
         reason = f"{name} failed (ServiceUnavailable: no); trying again for up to 600 s"
         assert lines == [("extract_activations", f"{GOOGLE}: {reason} (--some_flag)")]
         lines.clear()
@@ -235,7 +238,7 @@ def test_an_answer_that_stops_in_the_middle_is_asked_for_again(bucket, monkeypat
     faults = [fault]
     monkeypatch.setattr(bucket_module, "READ_TIMEOUT", 0.2)
     monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
-    assert Folder(GOOGLE, patience=60).read("file") == b"x" * MIB and not faults
+    assert Folder(GOOGLE, patience_seconds=60).read("file") == b"x" * MIB and not faults
 
 
 S3_NEEDS = "s3:ListBucket on the bucket; s3:GetObject, s3:PutObject and s3:DeleteObject"
@@ -270,14 +273,14 @@ REFUSALS = [
 def test_a_refusal_names_the_request_and_what_that_store_needs(bucket, url, fault, message):
     if fault:
         bucket.faults, bucket.fault_rate = (fault,), 1.0
-    folder = Folder(url, patience=20)
+    folder = Folder(url, patience_seconds=20)
     for name, ask in ASK.items():
         with pytest.raises(FolderError) as raised:
             ask(folder)
         told = str(raised.value)
         assert told.startswith(f"{url}: {name}: ") and message in told
         assert "Signature" not in told and "127.0.0.1" not in told
-        assert raised.value.is_permanent and folder.retries == 0
+        assert raised.value.is_permanent and folder.num_failed_attempts == 0
 
 
 def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
@@ -367,7 +370,7 @@ def test_every_variable_that_names_an_address_or_a_key_is_used(bucket, monkeypat
     folder = Folder(f"{url}/run", 20)
     folder.check_conditions()
     folder.write("file", b"1", None)
-    assert bucket.objects() == {"run/file": b"1"} and folder.retries == 0
+    assert bucket.objects() == {"run/file": b"1"} and folder.num_failed_attempts == 0
 
 
 CLOUDS = {
@@ -425,7 +428,11 @@ def test_settings_that_cannot_work_are_not_retried(
     folder = Folder(url)
     with pytest.raises(FolderError, match=re.escape(message)) as raised:
         folder.files()
-    assert raised.value.is_permanent and folder.retries == 0 and "secret" not in str(raised.value)
+    assert (
+        raised.value.is_permanent
+        and folder.num_failed_attempts == 0
+        and "secret" not in str(raised.value)
+    )
 
 
 def test_what_never_worked_and_cannot_work_is_not_retried(bucket, monkeypatch):
@@ -435,14 +442,14 @@ def test_what_never_worked_and_cannot_work_is_not_retried(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", address.replace("http", "https"))
     with pytest.raises(FolderError, match="does not speak TLS") as raised:
         folder.files()
-    assert raised.value.is_permanent and folder.retries == 0
+    assert raised.value.is_permanent and folder.num_failed_attempts == 0
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     folder.files()
     monkeypatch.setattr(
         folder_module.time, "sleep", lambda _: monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     )
     monkeypatch.setenv("AWS_ENDPOINT_URL", address.replace("http", "https"))
-    assert folder.files() == {} and folder.retries == 1
+    assert folder.files() == {} and folder.num_failed_attempts == 1
 
 
 def test_a_machine_without_credentials_is_told_how_to_give_some(bucket, monkeypatch):
@@ -575,12 +582,12 @@ def test_nobody_listens_and_nobody_answers(bucket, monkeypatch, url, variable):
     """What is silent is given up after the patience."""
     monkeypatch.setenv(variable, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(FolderError, match="kept failing for .*: Connection refused"):
-        Folder(url, patience=0.3).files()
+        Folder(url, patience_seconds=0.3).files()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv(variable, f"http://127.0.0.1:{silent.getsockname()[1]}")
-        folder = Folder(url, patience=0.2)
+        folder = Folder(url, patience_seconds=0.2)
         with pytest.raises(FolderError, match="listing kept failing for .* s: no answer"):
             folder.files()
         with pytest.raises(ChangedError, match="writing file: no answer"):
@@ -596,7 +603,7 @@ def test_a_store_that_takes_the_body_and_never_answers_is_given_up_after_the_pat
     bucket.before = lambda method, name: method != "PUT" or answers.wait(600)
     for module in (folder_module, bucket_module):
         monkeypatch.setattr(module, "MIN_BYTES_PER_SECOND", 0.01)
-    folder, data = Folder(url, patience=1, flag="--some_flag"), b"x" * 3 * MIB
+    folder, data = Folder(url, patience_seconds=1, flag="--some_flag"), b"x" * 3 * MIB
     try:
         with pytest.raises(ChangedError, match=r"writing file: no answer for \d+ s after the"):
             folder.write("file", data, None)
@@ -626,7 +633,7 @@ def test_sixteen_uploads_that_share_16_mbit_per_second_succeed_at_the_first_atte
     with ThreadPoolExecutor(16) as threads:
         [*threads.map(lambda name: folder.write(name, bytes(size), None), map(str, range(16)))]
     assert time.monotonic() - began >= 16 * size / rate > 3 * patience
-    assert folder.retries == 0 and [*folder.files().values()] == [size] * 16
+    assert folder.num_failed_attempts == 0 and [*folder.files().values()] == [size] * 16
 
 
 @pytest.fixture
@@ -644,7 +651,7 @@ def clock(monkeypatch):
 
 
 def test_all_attempts_at_a_write_share_one_time_that_grows_in_proportion_to_its_bytes(clock):
-    folder = Folder(GOOGLE, patience=300)
+    folder = Folder(GOOGLE, patience_seconds=300)
     longest = []
     for size in (0, MIB, 2 * MIB, 16 * MIB):
         patience = folder.patience_for(bytes(size))

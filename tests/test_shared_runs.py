@@ -199,7 +199,7 @@ def test_a_hub_that_is_busy_is_asked_again(hub, run, lines):
     folder = Folder(URL)
     hub.failures = 1
     assert folder.read("metadata.json") == (run / "metadata.json").read_bytes()
-    assert folder.retries == 2
+    assert folder.num_failed_attempts == 2
     warnings = [line for _, line in lines]
     assert [line.partition(" failed (")[0].partition(": ")[2] for line in warnings] == [
         "opening",

@@ -244,7 +244,7 @@ def test_each_file_that_is_left_is_deleted_by_one_request_and_named_if_it_may_be
 def test_a_bucket_that_never_takes_the_first_metadata_ends_the_start(tmp_path):
     fate = Process(lambda _, request: "fail" if request == "writing metadata.json" else None)
     folder = MemoryFolder(MemoryBucket(), fate)
-    folder.patience = 0.05
+    folder.patience_seconds = 0.05
     storage = open_storage(tmp_path, HOOKS, remote=folder)
     with pytest.raises(FolderError, match="writing metadata.json kept failing for .*: no answer"):
         storage.open()

@@ -52,8 +52,8 @@ def _tensor(
     A storage is the flat memory of one or more tensors.
 
     Args:
-        storage: A tuple of the name of the dtype and the bytes of the storage, as `persistent_load`
-            returns it.
+        storage: A tuple of the name of the dtype and the content of the storage, uint8 (bytes,), as
+            `persistent_load` returns it.
         offset: The number of values in the storage before the tensor's first value.
         shape: The shape of the tensor.
         strides: The distance between neighbouring values along each axis, in values.
@@ -65,11 +65,11 @@ def _tensor(
     Raises:
         ValueError: If the tensor exceeds the storage. NumPy checks this.
     """
-    dtype_name, storage_bytes = storage
+    dtype_name, storage_content = storage
     dtype = np.dtype(dtype_name)
     byte_offset = offset * dtype.itemsize
     byte_strides = [stride * dtype.itemsize for stride in strides]
-    return np.ndarray(shape, dtype, storage_bytes, byte_offset, byte_strides)
+    return np.ndarray(shape, dtype, storage_content, byte_offset, byte_strides)
 
 
 def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
@@ -126,7 +126,7 @@ class _Unpickler(AllowListUnpickler):
         Returns:
             A tuple of:
                 The name of the dtype.
-                The bytes of the storage, as a uint8 array that is mapped to the file.
+                The content of the storage, uint8 (bytes,), mapped from the file into memory.
         """
         _, dtype_name, storage_name, *_ = pid
         storage_entry = self._archive.getinfo(f"{self._name_prefix}data/{storage_name}")

@@ -57,13 +57,13 @@ class Trial(NamedTuple):
         exact_function: Slow function that defines the result.
         arguments: Arguments of both functions. For `exact_function`, floating-point arrays are
             converted to float32. For the candidate, integers are constants at compilation.
-        compared_mask: Mask of the vectors to compare, bool, in the shape of the result without its
-            last axis. Vectors of padding are not compared.
+        mask_of_compared_vectors: Mask of the vectors to compare, bool, with the shape of the result
+            without its last axis. Vectors of padding are not compared.
     """
 
     exact_function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    compared_mask: Array
+    mask_of_compared_vectors: Array
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,11 @@ class Choice:
 
 
 def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
-    """Chooses the kernels of the run, and logs the choice.
+    """Chooses the kernels of the run.
 
-    Each host tries the candidates on its first device.
+    A model needs one kernel for attention, and may need others for its experts or for the delta
+    rule. If there are several candidate kernels for one of these operations, each host tries them
+    on its first device, and logs the choice. A single candidate is chosen without a trial.
 
     Args:
         config: The configuration of the model.
@@ -103,23 +105,27 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
         dtype: The dtype of the computation.
 
     Returns:
-        Field of `Kernels` -> choice, for the fields that the model needs.
+        A dict from the name of each field of `Kernels` (kernels.py) that the model needs, such as
+        "attention", to the kernel that was chosen for it.
 
     Raises:
-        RunError: If all candidates of a kind fail or compute wrong numbers on this device.
+        RunError: If there are several candidates for an operation, and each of them fails or
+            computes wrong numbers on this device.
     """
-    trial_maker_of_kind = {"attention": partial(attention_trials, config, layout, length, dtype)}
+    trial_maker_by_kernel_kind = {
+        "attention": partial(attention_trials, config, layout, length, dtype)
+    }
     if config.experts is not None:
-        trial_maker_of_kind["experts"] = partial(expert_trials, config, layout, dtype)
+        trial_maker_by_kernel_kind["experts"] = partial(expert_trials, config, layout, dtype)
     if config.delta is not None:
-        trial_maker_of_kind["delta_rule"] = partial(delta_trials, config, layout, dtype)
-    candidate_kernels_of_kind = candidates_for(jax.default_backend())
+        trial_maker_by_kernel_kind["delta_rule"] = partial(delta_trials, config, layout, dtype)
+    candidate_kernels_by_kernel_kind = candidates_for(jax.default_backend())
     tolerance = TOLERANCE[dtype.name]
     return {
         kernel_kind: choose_kernel(
-            kernel_kind, candidate_kernels_of_kind[kernel_kind], make_trials, tolerance
+            kernel_kind, candidate_kernels_by_kernel_kind[kernel_kind], make_trials, tolerance
         )
-        for kernel_kind, make_trials in trial_maker_of_kind.items()
+        for kernel_kind, make_trials in trial_maker_by_kernel_kind.items()
     }
 
 
@@ -136,7 +142,9 @@ def choose_kernel(
     Args:
         kind: The field of `Kernels`, such as "attention", for messages.
         candidates: Name of a kernel -> its function, in the order of preference.
-        make_trials: A function without arguments that returns the trials of a candidate.
+        make_trials: A function without arguments that returns the trials: the inputs and the
+            function that computes the exact results. It is called again for each candidate, and
+            returns the same trials each time.
         tolerance: The largest relative error of a vector that counts as accurate (see
             `largest_error`).
 
@@ -164,11 +172,11 @@ def choose_kernel(
             reason_for_rejection = f"it fails: {one_line(failure):.300}"
         rejection_reason_by_kernel[kernel_name] = reason_for_rejection
         log.warning("%s: %s is not used: %s", kind, kernel_name, reason_for_rejection)
-    rejection_reasons = "; ".join(
+    rejection_reasons_in_words = "; ".join(
         f"{kernel_name}: {reason_for_rejection}"
         for kernel_name, reason_for_rejection in rejection_reason_by_kernel.items()
     )
-    raise RunError(f"no kernel for {kind} is right on this device: {rejection_reasons}")
+    raise RunError(f"no kernel for {kind} is right on this device: {rejection_reasons_in_words}")
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
@@ -201,9 +209,9 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
         )
         with jax.default_device(device_of_exact_result):
             exact_result = trial.exact_function(*exact_arguments)
-        compared_mask = np.asarray(trial.compared_mask)
-        computed_vectors = np.asarray(computed_result)[compared_mask].astype(float)
-        exact_vectors = np.asarray(exact_result)[compared_mask].astype(float)
+        mask_of_compared_vectors = np.asarray(trial.mask_of_compared_vectors)
+        computed_vectors = np.asarray(computed_result)[mask_of_compared_vectors].astype(float)
+        exact_vectors = np.asarray(exact_result)[mask_of_compared_vectors].astype(float)
         exact_norms = np.linalg.norm(exact_vectors, axis=-1)
         # The exact output of a token without experts has the norm 0. Its error is divided by 1.
         exact_norms[exact_norms == 0] = 1
@@ -259,16 +267,18 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     if config.sliding_window is not None:
         window_argument_choices.append((min(config.sliding_window, max(num_keys // 6, 1)),))
     for window_arguments in window_argument_choices:
-        for first_index in range(0, num_keys, num_queries):
-            query_slice = slice(first_index, first_index + num_queries)
-            first_query_index = (
-                first_index if num_devices_sharing_queries == 1 else jnp.int32(first_index)
+        for first_query_index in range(0, num_keys, num_queries):
+            query_slice = slice(first_query_index, first_query_index + num_queries)
+            first_query_argument = (
+                first_query_index
+                if num_devices_sharing_queries == 1
+                else jnp.int32(first_query_index)
             )
             query_segment_ids = segment_ids[:, query_slice]
             attention_arrays = q[:, query_slice], k, v, Segments(query_segment_ids, segment_ids)
             attention_arguments = (
                 *attention_arrays,
-                first_query_index,
+                first_query_argument,
                 *window_arguments,
             )
             yield Trial(dense_attention, attention_arguments, query_segment_ids > 0)

@@ -143,7 +143,8 @@ class RemoteFile(WeightFile):
     it was opened.
     """
 
-    # A read of fewer values would be divided into too few requests that run in parallel.
+    # A value has at least one byte, so a read of this many values is divided into at least four
+    # requests, which run in parallel.
     num_values_per_read = 4 * REQUEST_BYTES
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
@@ -155,10 +156,10 @@ class RemoteFile(WeightFile):
     def read_bytes(self, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
-        range_bytes = self._folder.read_range(self.name, start, stop)
-        if range_bytes is None or len(range_bytes) != stop - start:
+        range_content = self._folder.read_range(self.name, start, stop)
+        if range_content is None or len(range_content) != stop - start:
             raise RunError(f"{self.location}: has changed while it was being read")
-        return bytes(range_bytes)
+        return bytes(range_content)
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Downloads a part of a tensor as a new array.
@@ -174,16 +175,16 @@ class RemoteFile(WeightFile):
         """
         header_entry = self.tensors[tensor]
         tensor_shape = header_entry.shape
-        bounds_by_axis = [
+        bounds_of_axes = [
             axis_slice.indices(axis_size)[:2]
             for axis_slice, axis_size in zip(index, tensor_shape, strict=True)
         ]
-        range_axis, offset_ranges = byte_ranges(header_entry, bounds_by_axis)
-        downloaded_bytes = np.empty(
+        range_axis, offset_ranges = byte_ranges(header_entry, bounds_of_axes)
+        downloaded_content = np.empty(
             sum(range_stop - range_start for range_start, range_stop in offset_ranges), np.uint8
         )
-        # A request is the offset of its first byte in the file, and the view of `downloaded_bytes`
-        # that it fills.
+        # A request is the offset of its first byte in the file, and the view of
+        # `downloaded_content` that it fills.
         offset_and_buffer_of_requests: list[tuple[int, np.ndarray]] = []
         requested_byte_count = 0
         for range_start, range_stop in offset_ranges:
@@ -192,7 +193,7 @@ class RemoteFile(WeightFile):
                 offset_and_buffer_of_requests.append(
                     (
                         request_offset,
-                        downloaded_bytes[
+                        downloaded_content[
                             requested_byte_count : requested_byte_count + request_byte_count
                         ],
                     )
@@ -208,14 +209,14 @@ class RemoteFile(WeightFile):
         for _ in _connections().map(fill, offset_and_buffer_of_requests):
             pass
         # The axes after `range_axis` were downloaded whole, so the index is applied to them here.
-        lengths_by_axis = [
-            range_stop - range_start for range_start, range_stop in bounds_by_axis[: range_axis + 1]
+        lengths_of_axes = [
+            range_stop - range_start for range_start, range_stop in bounds_of_axes[: range_axis + 1]
         ]
-        downloaded_part = downloaded_bytes.view(header_entry.dtype).reshape(
-            *lengths_by_axis, *tensor_shape[range_axis + 1 :]
+        downloaded_part = downloaded_content.view(header_entry.dtype).reshape(
+            *lengths_of_axes, *tensor_shape[range_axis + 1 :]
         )
         return downloaded_part[
-            (slice(None),) * len(lengths_by_axis) + tuple(index[range_axis + 1 :])
+            (slice(None),) * len(lengths_of_axes) + tuple(index[range_axis + 1 :])
         ]
 
 

@@ -93,47 +93,50 @@ class WeightSpec:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape that each of the tensors `hf_names` must have in the checkpoint."""
-        bounds_by_axis = self._bounds([*map(range, self.shape[self.num_stacked_axes :])])
-        tensor_shape = [axis_stop - axis_start for axis_start, axis_stop in bounds_by_axis]
+        bounds_of_axes = self._bounds([*map(range, self.shape[self.num_stacked_axes :])])
+        tensor_shape = [axis_stop - axis_start for axis_start, axis_stop in bounds_of_axes]
         if self.tensor_slice is not None:
             head_count = self.shape[self.num_stacked_axes] if self.tensor_slice.is_per_head else 1
             tensor_shape[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
         return tuple(tensor_shape)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Returns where the values of a part of this parameter are in a tensor of the checkpoint.
+        """Returns the slice of a checkpoint tensor that contains a part of this parameter.
+
+        The stacked axes of the parameter are its first `num_stacked_axes` axes. The part has a
+        single index on each of them, so that a single tensor contains its values.
 
         Args:
             ranges: The range of the part on each axis of the parameter after its stacked axes. On
-                head_dim, which the mesh never splits, the range is the whole axis. If
-                `tensor_slice.is_per_head` is set, the range on the axis of heads contains a single
-                head.
+                head_dim, the range must be the whole axis, which the mesh never splits. If
+                `tensor_slice.is_per_head` is set, the range on the axis of heads must contain a
+                single head, unless the caller only uses the bounds on the other axes.
 
         Returns:
-            The start and stop of the values on each axis of the tensor.
+            The start and stop of the slice on each axis of the tensor.
         """
-        bounds_by_axis: list[tuple[int, int]] = []
+        bounds_of_axes: list[tuple[int, int]] = []
         axis_names = self.logical_axes[self.num_stacked_axes :]
         axis_lengths = self.shape[self.num_stacked_axes :]
         for axis_name, axis_length, axis_range in zip(
             axis_names, axis_lengths, ranges, strict=True
         ):
-            if axis_name != "head_dim" or not bounds_by_axis:
-                bounds_by_axis.append((axis_range.start, axis_range.stop))
+            if axis_name != "head_dim" or not bounds_of_axes:
+                bounds_of_axes.append((axis_range.start, axis_range.stop))
             else:  # head_dim and the axis of heads before it are a single axis of the tensor
-                start_head, stop_head = bounds_by_axis[-1]
-                bounds_by_axis[-1] = start_head * axis_length, stop_head * axis_length
+                start_head, stop_head = bounds_of_axes[-1]
+                bounds_of_axes[-1] = start_head * axis_length, stop_head * axis_length
         if self.reverses_axes:
-            bounds_by_axis[-2], bounds_by_axis[-1] = bounds_by_axis[-1], bounds_by_axis[-2]
+            bounds_of_axes[-2], bounds_of_axes[-1] = bounds_of_axes[-1], bounds_of_axes[-2]
         if self.tensor_slice is not None:
             sliced_axis, slice_offset, axis_size, is_sliced_per_head = self.tensor_slice
-            slice_start, slice_stop = bounds_by_axis[sliced_axis]
+            slice_start, slice_stop = bounds_of_axes[sliced_axis]
             # On the sliced axis, each head has `axis_size` values in the tensor, of which the slice
             # contains only some. The offset skips the other values of all earlier heads.
             if is_sliced_per_head:
                 slice_offset += ranges[0].start * (axis_size - (slice_stop - slice_start))
-            bounds_by_axis[sliced_axis] = slice_start + slice_offset, slice_stop + slice_offset
-        return bounds_by_axis
+            bounds_of_axes[sliced_axis] = slice_start + slice_offset, slice_stop + slice_offset
+        return bounds_of_axes
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
         """Checks that a tensor of `hf_names` exists and has the shape that the parameter needs.
@@ -184,9 +187,9 @@ class WeightSpec:
         # then columns of the tensor, which are spread over its bytes, so the tensor is read whole.
         if "experts" in self.logical_axes[:first_unstacked_axis]:
             num_rows_per_read = len(ranges[first_unstacked_axis])
-        for first_row in range(0, len(ranges[first_unstacked_axis]), num_rows_per_read):
-            row_slice = slice(first_row, first_row + num_rows_per_read)
-            ranges_of_rows = (
+        for first_row_index in range(0, len(ranges[first_unstacked_axis]), num_rows_per_read):
+            row_slice = slice(first_row_index, first_row_index + num_rows_per_read)
+            ranges_with_row_slice = (
                 *ranges[:first_unstacked_axis],
                 ranges[first_unstacked_axis][row_slice],
                 *ranges[first_unstacked_axis + 1 :],
@@ -194,7 +197,7 @@ class WeightSpec:
             self._fill(
                 parameter_part[(slice(None),) * first_unstacked_axis + (row_slice,)],
                 read,
-                ranges_of_rows,
+                ranges_with_row_slice,
             )
         return parameter_part
 
@@ -228,8 +231,8 @@ class WeightSpec:
             tensor_index = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
             tensor_values = read(self.hf_names[tensor_number], tensor_index)
             if self.reverses_axes:
-                for first_row in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
-                    row_slice = slice(first_row, first_row + TRANSPOSED_ROWS)
+                for first_row_index in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
+                    row_slice = slice(first_row_index, first_row_index + TRANSPOSED_ROWS)
                     target[stack_index][..., row_slice] = tensor_values[..., row_slice, :].swapaxes(
                         -1, -2
                     )
@@ -393,59 +396,62 @@ def load_params(
             stacked_spec.logical_axes, stacked_spec.shape
         )
     array_by_path = jax.jit(make_zeros, out_shardings=sharding_by_path)()
-    # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
-    # is None if the parameter has no layers.
-    path_and_layer_of_jobs: list[tuple[ParamPath, int | None]] = []
+    # A job is a tuple: the path of a parameter, and the index of a layer in its stage, from 0. The
+    # index is None if the parameter has no layers.
+    path_and_layer_index_of_jobs: list[tuple[ParamPath, int | None]] = []
     for parameter_path, weight_spec in table.items():
         if parameter_path in stacked_spec_by_path:
-            path_and_layer_of_jobs += [
-                (parameter_path, layer) for layer in range(weight_spec.shape[0] // stage_count)
+            path_and_layer_index_of_jobs += [
+                (parameter_path, layer_index_in_stage)
+                for layer_index_in_stage in range(weight_spec.shape[0] // stage_count)
             ]
         else:
-            path_and_layer_of_jobs.append((parameter_path, None))
+            path_and_layer_index_of_jobs.append((parameter_path, None))
 
     def position_in_files(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
-        """Returns the sort key of a job: the position of its first tensor in the files.
+        """Returns the sort key of a job: the position of its first tensor in the weight files.
 
         Args:
-            job: A tuple of the path of the parameter, and the number of the layer in its stage;
-                None instead of the number if the parameter has no layers.
+            job: A tuple of the path of the parameter, and the index of the layer that the job reads
+                for every stage. The index is None if the parameter has no layers.
 
         Returns:
             A tuple of:
-                Whether the layer is zeros, so that the job reads no tensor and comes last.
-                The name of the file with the first tensor; "" for zeros.
-                The offset of this tensor in the file in bytes; 0 for zeros.
+                Whether the job reads no tensor, because its layers are zeros that only fill up
+                    the stages (see `WeightSpec.hf_names`). Such a job comes last.
+                The name of the file with the first tensor; "" if the job reads no tensor.
+                The offset of this tensor in the file in bytes; 0 if the job reads no tensor.
         """
-        parameter_path, layer_in_stage = job
+        parameter_path, layer_index_in_stage = job
         weight_spec = table[parameter_path]
         tensors_per_layer = math.prod(weight_spec.shape[1 : weight_spec.num_stacked_axes])
-        tensor_names = weight_spec.hf_names[(layer_in_stage or 0) * tensors_per_layer :]
+        tensor_names = weight_spec.hf_names[(layer_index_in_stage or 0) * tensors_per_layer :]
         if not tensor_names:
             return True, "", 0
         file_of_first_tensor, header_entry = checkpoint.locate(tensor_names[0])
         return False, file_of_first_tensor.name, header_entry.offset
 
-    def load(path: ParamPath, layer: int | None) -> jax.Array:
+    def load(path: ParamPath, layer_index_in_stage: int | None) -> jax.Array:
         """Reads a parameter, or some of its layers, into an array on the devices.
 
         Args:
             path: The path of the parameter.
-            layer: The number of a layer within a pipeline stage, from 0. The layer with this number
-                is read for every stage. None to read a parameter without layers as a whole.
+            layer_index_in_stage: The index of a layer within a pipeline stage, from 0. The layer
+                with this index is read for every stage. None to read a parameter without layers as
+                a whole.
 
         Returns:
-            The weights of this layer in each stage, (stages, ...). If `layer` is None, the whole
-            parameter.
+            The weights of this layer in each stage, (stages, ...). If `layer_index_in_stage` is
+            None, the whole parameter.
         """
         weight_spec = table[path]
         array_axes = weight_spec.logical_axes
         file_of_first_tensor, _ = checkpoint.locate(weight_spec.hf_names[0])
-        ranges_by_axis = [*map(range, weight_spec.shape)]
-        if layer is not None:
+        ranges_of_axes = [*map(range, weight_spec.shape)]
+        if layer_index_in_stage is not None:
             array_axes = ("stage", *array_axes[1:])
-            ranges_by_axis[0] = range(
-                layer, weight_spec.shape[0], weight_spec.shape[0] // stage_count
+            ranges_of_axes[0] = range(
+                layer_index_in_stage, weight_spec.shape[0], weight_spec.shape[0] // stage_count
             )
         read_tensor = functools.partial(checkpoint.read, dtype=dtype)
         # Index of a part of the array, as text -> values of the part. Several devices may need the
@@ -455,11 +461,11 @@ def load_params(
         def part_at(index: Index | None) -> np.ndarray:
             index_text = str(index)
             if index_text not in part_by_index_text:
-                part_ranges = ranges_by_axis
+                part_ranges = ranges_of_axes
                 if index:
                     part_ranges = [
                         axis_range[axis_slice]
-                        for axis_range, axis_slice in zip(ranges_by_axis, index, strict=True)
+                        for axis_range, axis_slice in zip(ranges_of_axes, index, strict=True)
                     ]
                 part_values = weight_spec.read_slice(
                     read_tensor, dtype, part_ranges, file_of_first_tensor.num_values_per_read
@@ -467,21 +473,21 @@ def load_params(
                 part_by_index_text[index_text] = part_values.view(loaded_dtype)
             return part_by_index_text[index_text]
 
-        loaded_shape = tuple(map(len, ranges_by_axis))
+        loaded_shape = tuple(map(len, ranges_of_axes))
         loaded_array = jax.make_array_from_callback(
             loaded_shape, layout.sharding(array_axes, loaded_shape), part_at
         )
         return jax.block_until_ready(loaded_array)  # so that the host's copy can be freed
 
-    path_and_layer_of_jobs.sort(key=position_in_files)
+    path_and_layer_index_of_jobs.sort(key=position_in_files)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as reader_pool:
-        loaded_arrays = _loaded_ahead(reader_pool, load, path_and_layer_of_jobs)
-        for parameter_path, layer_in_stage in path_and_layer_of_jobs:
+        loaded_arrays = _loaded_ahead(reader_pool, load, path_and_layer_index_of_jobs)
+        for parameter_path, layer_index_in_stage in path_and_layer_index_of_jobs:
             loaded_array = next(loaded_arrays)
             progress(loaded_array.nbytes)
-            if layer_in_stage is not None:
+            if layer_index_in_stage is not None:
                 loaded_array = _put_layer(
-                    array_by_path[parameter_path], loaded_array, np.int32(layer_in_stage)
+                    array_by_path[parameter_path], loaded_array, np.int32(layer_index_in_stage)
                 )
             # Without waiting here, arrays of many jobs would accumulate in the devices' memory.
             array_by_path[parameter_path] = jax.block_until_ready(loaded_array)
@@ -514,19 +520,23 @@ def _loaded_ahead(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_layer(stack: jax.Array, layers: jax.Array, layer_number: jax.Array) -> jax.Array:
+def _put_layer(
+    stack: jax.Array, layer_of_each_stage: jax.Array, layer_index_in_stage: jax.Array
+) -> jax.Array:
     """Writes one layer of each pipeline stage into a stack of layers.
 
     Args:
-        stack: The layers of all stages, (layers, ...). Its memory is reused for the result.
-        layers: The new values of the layer of each stage, (stages, ...).
-        layer_number: The number of this layer in its stage, () int32.
+        stack: The layers of all stages, one stage after the other, (layers, ...). Its memory is
+            reused for the result.
+        layer_of_each_stage: The new values of one layer in each stage, (stages, ...).
+        layer_index_in_stage: The index of this layer in its stage, from 0, () int32.
 
     Returns:
-        The stack with these layers.
+        The stack with the new values.
     """
-    stack_in_stages = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
+    stage_count, *layer_shape = layer_of_each_stage.shape
+    stack_in_stages = stack.reshape(stage_count, -1, *layer_shape)
     updated_stack_in_stages = lax.dynamic_update_index_in_dim(
-        stack_in_stages, layers, layer_number, axis=1
+        stack_in_stages, layer_of_each_stage, layer_index_in_stage, axis=1
     )
     return updated_stack_in_stages.reshape(stack.shape)

@@ -58,8 +58,8 @@ A line of metrics.jsonl contains the numbers of `samples`, of stored `tokens`, o
 and of `bytes_stored` of the whole run in this folder. The last samples may not be stored yet. Names
 that end in `..._per_second` or `..._per_chip`, and `model_flops_utilisation`, are speeds since the
 line before. `batches_ready`, `bytes_waiting` and the numbers of shards in each phase
-(`shards_packing` and so on) describe the moment. All other numbers are counts of one process since
-its start, and have names that end in `since_start`.
+(`shards_packing` and so on) are the values at the time at which the line was written. All other
+numbers are counts of one process since its start, and have names that end in `since_start`.
 
 Shards are numbered from 1 without gaps. A shard exists if its JSON names the same `run` as
 metadata.json and has no field `reserved`. A committed shard never changes. Its JSON contains:
@@ -127,10 +127,15 @@ HOOK in CSR form. Of each token, only the largest features are stored, at most a
 
   HOOK.codes.ids      features of all tokens, int32, one token after the other
   HOOK.codes.values   values of these features, float32 or bfloat16
-  HOOK.codes.offsets  index in these tensors of the first feature of each token, int64 (tokens + 1,)
-  HOOK.codes.error    squared norm of the difference between each token's activation and its
+  HOOK.codes.offsets  index in these two tensors of the first feature of each token, and the number
+                      of all features, int64 (tokens + 1,)
+  HOOK.codes.error    squared norm of the difference between each token's target activation and its
                       reconstruction from the stored features, float32 (tokens,)
-  HOOK.codes.norm     norm of the activation that is reconstructed, float32 (tokens,)
+  HOOK.codes.norm     norm of each token's target activation, float32 (tokens,)
+
+The target activation is the original activation that the autoencoder reconstructs. It is the
+activation at HOOK, except that a transcoder reconstructs the activation at another hook, which
+`reconstructs` in metadata.json names.
 
 A record of a pickle contains these five arrays for its sample instead of `activation`. `codes` in
 the JSON contains sums over the codes of the first tokens of samples (`sinks`) and of all other

@@ -74,9 +74,9 @@ class Bucket:
 
     Args:
         url: URL of the folder, such as "gs://bucket/folder".
-        patience: Seconds for which obstore repeats failing reads. The timeout of a single request
-            is at least this time plus the time that a slow connection needs to transfer the bytes
-            of the request.
+        patience_seconds: Seconds for which obstore repeats failing reads. The timeout of a single
+            request is at least this time plus the time that a slow connection needs to transfer the
+            bytes of the request.
 
     Attributes:
         max_file_bytes: Largest size of a file that can be written, in bytes.
@@ -86,11 +86,11 @@ class Bucket:
     # request. A fork of this process lacks obstore's threads, so its requests would wait forever.
     _id_of_sending_process: ClassVar[int | None] = None
 
-    def __init__(self, url: str, patience: float) -> None:
+    def __init__(self, url: str, patience_seconds: float) -> None:
         scheme, _, bucket_and_prefix = url.partition("://")
         self._bucket_name, _, self._key_prefix = bucket_and_prefix.partition("/")
         self._bucket_kind = BUCKET_KINDS[scheme]
-        self._patience_seconds = patience
+        self._patience_seconds = patience_seconds
         self.max_file_bytes = self._bucket_kind.max_request_bytes
         # After a request of this object has succeeded, some failures may pass (see `_failure`).
         self._any_request_succeeded = False
@@ -203,8 +203,8 @@ class Bucket:
         """Returns an obstore client whose timeout suits requests of a certain size.
 
         obstore counts a timeout from the beginning of the request, and cannot tell a slow line from
-        a server that does not answer. So the timeout is the sum of the patience (the seconds that
-        the constructor of this class got) and the seconds that the bytes need on a slow line. It is
+        a server that does not answer. So the timeout is the sum of the patience (the argument
+        `patience_seconds` of the class) and the seconds that the bytes need on a slow line. It is
         rounded up to a multiple of the patience, so that few clients are needed, because each
         timeout needs a client of its own. sending.py gives up a write before its timeout.
 
@@ -317,8 +317,8 @@ def _connect(
     kind: BucketKind,
     settings: tuple[tuple[str, Any], ...],
     timeout: float,
-    patience: float,
-    retries: int,
+    patience_seconds: float,
+    max_retries: int,
 ) -> Any:
     """Returns an obstore client, which is cached so that folders share connections and credentials.
 
@@ -326,17 +326,20 @@ def _connect(
         kind: Kind of the store.
         settings: Names and values of the arguments of `kind.client_class`.
         timeout: Seconds that a request may take.
-        patience: Seconds for which obstore may repeat a request.
-        retries: Largest number of repetitions; 0 for a client that sends every request once.
+        patience_seconds: Seconds for which obstore may repeat a request.
+        max_retries: Largest number of repetitions; 0 for a client that sends every request once.
     """
     client_options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
     if any(str(setting_value).startswith("http://") for _, setting_value in settings):
         client_options["allow_http"] = True
     # The read timeout also counts from the beginning of a request, so a long upload would always
     # exceed it. Therefore clients for writes, which have no retries, get no read timeout.
-    if retries:
-        client_options["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
-    retry_options = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
+    if max_retries:
+        client_options["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience_seconds))
+    retry_options = {
+        "max_retries": max_retries,
+        "retry_timeout": timedelta(seconds=patience_seconds),
+    }
     return kind.client_class(
         **dict(settings), client_options=client_options, retry_config=retry_options
     )

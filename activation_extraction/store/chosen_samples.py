@@ -216,11 +216,11 @@ def _tokens_of(
     token_fields = reader.begin_tokens(start_token_index, stop_token_index)()
     stored_samples = []
     for sample_index in sample_indices:
-        start_in_range, stop_in_range = (
+        start_token_index_in_range, stop_token_index_in_range = (
             reader.offsets[sample_index : sample_index + 2] - start_token_index
         ).tolist()
-        token_ids = token_fields["token_ids"][start_in_range:stop_in_range]
-        positions = token_fields["position"][start_in_range:stop_in_range]
+        token_ids = token_fields["token_ids"][start_token_index_in_range:stop_token_index_in_range]
+        positions = token_fields["position"][start_token_index_in_range:stop_token_index_in_range]
         sample_idx = int(reader.sample_numbers[sample_index])
         stored_samples.append(
             StoredTokens(worker, sample_idx, token_ids, positions, mark_before_shard)

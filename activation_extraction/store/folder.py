@@ -125,32 +125,33 @@ class Folder:
 
     Args:
         url: URL or local path of the folder, which need not exist.
-        patience: Seconds for which a request is repeated after its first failure, and for which a
-            write to a bucket may make no progress (sending.py).
-        flag: Name of the flag that sets the patience, for messages. "" if no flag sets it.
+        patience_seconds: Seconds for which a request is repeated after its first failure, and for
+            which all attempts at a write to a bucket may together make no progress (sending.py).
+        flag: Name of the flag that sets `patience_seconds`, for messages. "" if no flag sets it.
 
     Attributes:
         full_url: URL or path of the folder with any secrets that it contains. It must not be
             printed or stored.
         url: URL or path of the folder without secrets, for messages and for files.
-        patience: Seconds for which a request is repeated after its first failure.
-        flag_in_parentheses: Name of the flag that determines `patience`, in parentheses and after a
-            space, for messages; "" without a flag.
+        patience_seconds: Seconds for which a request is repeated after its first failure.
+        flag_in_parentheses: Name of the flag that sets `patience_seconds`, in parentheses and after
+            a space, for messages; "" without a flag.
         is_local: Whether the folder is on this machine.
-        retries: Number of failed attempts so far, over all requests.
+        num_failed_attempts: Number of attempts, over all requests so far, that failed for a reason
+            that may pass, such as a lost connection.
 
     Raises:
         InputError: If the folder is on the hub, and its repository or revision cannot be read.
         FolderError: If the URL cannot be used, or the hub did not answer.
     """
 
-    def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
+    def __init__(self, url: str, patience_seconds: float = PATIENCE, flag: str = "") -> None:
         self.full_url = url.rstrip("/")
         self.url = plain_url(self.full_url)
-        self.patience = patience
-        self._patience_flag = flag  # flag that sets `patience`, for messages; "" for none
+        self.patience_seconds = patience_seconds
+        self._patience_flag = flag  # flag that sets `patience_seconds`; "" for none
         self.flag_in_parentheses = f" ({flag})" if flag else ""
-        self.retries = 0
+        self.num_failed_attempts = 0
         self._is_failing = False  # whether a request has failed since the last success
         scheme, separator, _ = self.full_url.partition("://")
         self.is_local = not separator or scheme in ("file", "local")
@@ -167,7 +168,7 @@ class Folder:
         if self.is_local:
             return LocalFolder(Path(os.path.abspath(local_path(self.full_url) or "/")))
         if scheme in BUCKET_KINDS:
-            return Bucket(self.full_url, self.patience)
+            return Bucket(self.full_url, self.patience_seconds)
         return _open_foreign(self.full_url)
 
     def _pin(self, hub_folder: HubFolder) -> None:
@@ -195,7 +196,7 @@ class Folder:
         """Returns the folder `name` inside this folder; this folder itself if `name` is ""."""
         if not name:
             return self
-        return type(self)(f"{self.full_url}/{name}", self.patience, self._patience_flag)
+        return type(self)(f"{self.full_url}/{name}", self.patience_seconds, self._patience_flag)
 
     @property
     def max_file_bytes(self) -> int | None:
@@ -326,13 +327,15 @@ class Folder:
         )
 
     def patience_for(self, file_content: bytes | Sequence[Any]) -> Patience:
-        """Returns a limit for the time of a write, which begins now and includes all retries.
+        """Returns the time limit of a write that begins now, for all of its attempts together.
+
+        The larger the file, the more time a slow line gets to send it (see `Patience`).
 
         Args:
             file_content: Content of the file that is written, as bytes or as consecutive buffers.
         """
         num_file_bytes = sum(byte_view.nbytes for byte_view in _views(file_content))
-        return Patience(self.patience, num_file_bytes / MIN_BYTES_PER_SECOND)
+        return Patience(self.patience_seconds, num_file_bytes / MIN_BYTES_PER_SECOND)
 
     def write(
         self,
@@ -341,7 +344,7 @@ class Folder:
         expected: str | None,
         patience: Patience | None = None,
     ) -> str | None:
-        """Writes a whole file, which creates the file or replaces a version of it.
+        """Creates a file, or replaces its whole content.
 
         A conditional write (`expected` is not ANY) is sent once only. After a lost answer, a second
         attempt could not tell the first attempt from the write of another process.
@@ -351,8 +354,8 @@ class Folder:
             file_content: Content of the file, as bytes or as consecutive buffers.
             expected: Version of the file that is replaced. None to create the file, which then must
                 not exist. ANY to create or replace it without a condition.
-            patience: Time that is left for the write if there were attempts before. None for the
-                time that `patience_for` returns.
+            patience: Time limit of the write, which is already running if the caller made other
+                attempts before. None for the limit that `patience_for` returns now.
 
         Returns:
             The new version of the file; None if the store has no versions.
@@ -363,27 +366,29 @@ class Folder:
             FolderError: If the write failed for another reason.
         """
         byte_views = _views(file_content)
-        write_time_limit = patience or self.patience_for(file_content)
+        write_patience = patience or self.patience_for(file_content)
 
         def send() -> str | None:
             return self._backend.write(name, byte_views, expected)
 
         def send_watched() -> str | None:
-            return watched(send, write_time_limit, f"{self.url}: writing {name}")
+            return watched(send, write_patience, f"{self.url}: writing {name}")
 
         send_request = send_watched if isinstance(self._backend, Bucket) else send
         return self._retry(
-            f"writing {name}", send_request, once=expected != ANY, patience=write_time_limit
+            f"writing {name}", send_request, once=expected != ANY, patience=write_patience
         )
 
     def remove(self, name: str) -> None:
-        """Deletes a file if it exists, and repeats the request if it fails.
+        """Deletes a file if it exists, and repeats a request that fails for a temporary reason.
 
-        A repeated request may arrive twice, and late. So the name must never be used again, because
-        the second request could delete a new file.
+        After a request whose answer was lost, the store may receive both this request and its
+        repetition, one of them late. So the name must never be used again, because a late request
+        could delete a new file.
 
         Raises:
-            FolderError: If the request failed.
+            FolderError: If a request failed for a permanent reason, or all attempts failed until
+                the time limit. A local folder allows one attempt.
         """
         self._retry(f"deleting {name}", lambda: self._backend.remove(name))
 
@@ -394,7 +399,7 @@ class Folder:
             Whether the file is gone. If False, the store may still delete the file later.
 
         Raises:
-            FolderError: If the store refused the request.
+            FolderError: If the request failed for a permanent reason, such as missing credentials.
         """
         try:
             self._retry(f"deleting {name}", lambda: self._backend.remove(name), once=True)
@@ -467,7 +472,8 @@ class Folder:
             action: Function that sends the request once and returns its result.
             once: Whether to send the request only once. If True, a failure that may pass raises
                 ChangedError.
-            patience: Time for all attempts. None to let the time begin with the first failure.
+            patience: Time limit for all attempts together, which is already running. None for the
+                time limit of the folder (`patience_seconds`), which starts at the first failure.
 
         Raises:
             ChangedError: If the file is not the version that the request is conditional on, or
@@ -488,9 +494,9 @@ class Folder:
                 # Requests to a local disk are not repeated, because they would fail again.
                 if folder_error.is_permanent or self.is_local:
                     raise FolderError(error_message) from error
-                self.retries += 1
+                self.num_failed_attempts += 1
                 next_action_in_words = (
-                    f"trying again for up to {self.patience:g} s{self.flag_in_parentheses}"
+                    f"trying again for up to {self.patience_seconds:g} s{self.flag_in_parentheses}"
                 )
                 if once:
                     next_action_in_words = "looking at what is there now"
@@ -539,7 +545,7 @@ class Attempts:
         failing_folder = self._folder
         failure_time = time.monotonic()
         if self._patience is None:
-            self._patience = Patience(failing_folder.patience)
+            self._patience = Patience(failing_folder.patience_seconds)
         if failure_time + self._pause_seconds > self._patience.deadline:
             seconds_since_start = failure_time - self._patience.start_time
             raise FolderError(

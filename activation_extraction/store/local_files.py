@@ -69,27 +69,27 @@ class ChangedError(FolderError):
         super().__init__(message, is_permanent=False)
 
 
-def check_size(file_bytes: int, max_bytes: int | None) -> None:
+def check_size(num_file_bytes: int, max_bytes: int | None) -> None:
     """Raises FolderError if a file is larger than allowed.
 
     Args:
-        file_bytes: Size of the file in bytes.
+        num_file_bytes: Size of the file in bytes.
         max_bytes: Largest allowed size in bytes; None to allow any size.
 
     Raises:
         FolderError: If the file is larger.
     """
-    if max_bytes is not None and file_bytes > max_bytes:
-        raise FolderError(f"has {file_bytes:,} bytes, expected at most {max_bytes:,}")
+    if max_bytes is not None and num_file_bytes > max_bytes:
+        raise FolderError(f"has {num_file_bytes:,} bytes, expected at most {max_bytes:,}")
 
 
 def write_file(
     path: Path, buffers: Sequence[bytes | memoryview], expected: str | None = ANY
 ) -> str:
-    """Writes a whole file, which creates the file or replaces a version of it.
+    """Creates a file, or replaces its whole content.
 
-    The file has a temporary name until it is synced to the disk. So whenever the process or the
-    machine dies, the file is absent or complete.
+    The new file has a temporary name until it is synced to the disk. So whenever the process or the
+    machine dies, the old content or the whole new content is at `path`.
 
     Args:
         path: Path of the file.
@@ -276,9 +276,13 @@ class LocalFolder:
 
     Args:
         path: Path of the folder, which need not exist.
+
+    Attributes:
+        max_file_bytes: Largest size in bytes of a file that can be written to the folder. None,
+            because a local folder has no such limit.
     """
 
-    max_file_bytes: int | None = None  # None: the size of a file is not limited
+    max_file_bytes: int | None = None
 
     def __init__(self, path: Path) -> None:
         self._folder_path = path
@@ -352,7 +356,7 @@ class LocalFolder:
         return None
 
     def write(self, name: str, buffers: Sequence[memoryview], expected: str | None) -> str | None:
-        """Writes a whole file.
+        """Creates a file, or replaces its whole content.
 
         Args:
             name: Name of the file.

@@ -18,10 +18,14 @@ At a hook with codes, the following arrays replace `activation` (see common/code
 
   ids           active features of all tokens, one token after the other, int32
   values        values of these features, float32 or bfloat16
-  offsets       index in `ids` of the first feature of each token, int64 (tokens + 1,)
-  error         squared norm of the part of the activation that the features do not reconstruct,
-                float32 (tokens,)
-  norm          norm of the activation, float32 (tokens,)
+  offsets       index in `ids` of the first feature of each token, and the number of all features,
+                int64 (tokens + 1,)
+  error         squared norm of the part of the target activation that the features do not
+                reconstruct, float32 (tokens,)
+  norm          norm of the target activation, float32 (tokens,)
+
+The target activation is the original activation that the autoencoder reconstructs: the activation
+at the hook, or at another hook if a transcoder reconstructs another one.
 
 The bytes depend only on the content and, in an uncompressed file, on the id of the process that
 wrote the file. The id is a string before the dict, which unpickling pushes on its stack and drops.

@@ -326,7 +326,7 @@ class ActivationStorage:
             "shards_stored": self.totals.shards,
             "bytes_stored": self.totals.bytes,
             **self._shard_writer.queue.gauges(),
-            "upload_retries_since_start": self.destination.retries,
+            "upload_retries_since_start": self.destination.num_failed_attempts,
         }
 
     def record(self, metrics: Mapping[str, Any]) -> None:
