@@ -32,9 +32,10 @@ from activation_extraction.store.shard_reader import MAX_REQUESTS
 # Number of the worker and number of workers, for a process that is not a worker of a DataLoader.
 # Such a process reads all of its data, as the only worker of a DataLoader would.
 ONLY_WORKER = 0, 1
-# Largest number of bytes in a chunk, which is read at once, if tokens are shuffled or the run is
-# local. If the run is in a bucket, this limit applies to each hook alone, because each hook is a
-# request of its own. Otherwise it applies to all hooks together.
+# Largest number of bytes in a chunk, which is read at once. In a local run, this limit applies to
+# all hooks together. In a bucket, each hook is a request of its own. If tokens are shuffled, the
+# limit then applies to each hook alone. If they stay in order, MAX_ORDERED_READ_BYTES applies
+# instead.
 MAX_READ_BYTES = 8 * 2**20
 # Smallest number of bytes of each hook in a chunk of a run in a bucket. Blocks of up to a MiB can
 # only be read whole, so most bytes that are read for a smaller chunk would belong to other chunks.
@@ -152,8 +153,8 @@ class Batches(Iterator[T]):
         Raises:
             ValueError: If the state comes from other data, or from batches with other arguments.
         """
-        # Fields of the state by name. The loop removes the settings, so that only the fields of
-        # `Position` remain.
+        # Fields of the state by name. The settings are removed from this dict as they are checked
+        # below, so that only the fields of `Position` remain.
         state_fields = dict(state)
         for setting_name, expected_value in self._settings().items():
             stored_value = state_fields.pop(setting_name, None)
@@ -192,10 +193,10 @@ class Batches(Iterator[T]):
             parts: The number of workers of the DataLoader.
         """
         loader_worker_number, num_loader_workers = _loader_worker_and_count() or ONLY_WORKER
-        fingerprint_lines = "\n".join(
+        joined_fingerprints = "\n".join(
             token_source.fingerprint for token_source in self._token_sources
         )
-        data_digest = hashlib.sha256(fingerprint_lines.encode()).hexdigest()
+        data_digest = hashlib.sha256(joined_fingerprints.encode()).hexdigest()
         settings_of_first_run, *settings_of_other_runs = (
             token_source.options.setting for token_source in self._token_sources
         )

@@ -70,7 +70,8 @@ class ActivationDataset(Samples):
     Attributes:
         url: URL of the run, without secrets. The URL of a repository on the hub names the git
             commit from which all files are read.
-        metadata: Content of metadata.json in the folder of the first host, a dict.
+        metadata: Content of metadata.json of the first host whose folder contains this file, a
+            dict.
         identity: Settings and inputs that decide the content of the shards, as metadata.json
             records them (`store.identity.Identity`).
         data_files: Files of the data set: a dict from the name of a file to a tuple of its size in
@@ -95,7 +96,6 @@ class ActivationDataset(Samples):
         all_metadata = [
             run_log.metadata for run_log in log_by_folder.values() if run_log.metadata is not None
         ]
-        # The content of metadata.json in the first folder of a host that has one.
         self.metadata: dict[str, Any] = all_metadata[0]
         self.identity = identity_of(self.metadata, METADATA)
         data_file_records = [
@@ -103,7 +103,6 @@ class ActivationDataset(Samples):
             for metadata in reversed(all_metadata)
             for file_record in metadata.get("data_files", ())
         ]
-        # Name of a file -> (its size in bytes, its fingerprint).
         self.data_files = {
             file_record["name"]: (file_record["bytes"], file_record["fingerprint"])
             for file_record in data_file_records
@@ -153,13 +152,13 @@ class ActivationDataset(Samples):
             for hook_name in chosen_hook_names
         }
         # Shards without samples, which --repair may leave in a run, cannot be read.
-        shards_with_samples = [
+        folders_and_commits_with_samples = [
             (folder_name, commit) for folder_name, commit in folders_and_commits if commit.count
         ]
         self.shards = OpenShards(
             run_folder.full_url,
             run_folder.is_local,
-            shards_with_samples,
+            folders_and_commits_with_samples,
             ByHook(stored_hook_by_name, canonical_name_by_alias),
         )
 
@@ -221,9 +220,9 @@ class ActivationDataset(Samples):
 
         Statistics over all dimensions come from the JSON files, which were read when the run was
         opened. Statistics of each dimension are read from a small file of each shard when they are
-        first used. Hooks that store numbers that identify experts, or token ids, have no
-        statistics: the number of tokens in their statistics is 0. Statistics of losses leave out
-        the tokens without a loss.
+        first used. Indices of experts and token ids have no mean or norm, so the number of tokens
+        (`tokens`) is 0 at hooks that store them. At hooks with codes, only the field `codes` is
+        filled. Statistics of losses leave out the tokens without a loss.
         """
         return self.shards.statistics
 
@@ -282,7 +281,7 @@ class ActivationDataset(Samples):
         """
         sample_index = self.number(index)
         sample_facts = self.shards.facts(sample_index)
-        folder, _ = self.shards.shards[self.shards.shard_of(sample_index)]
+        folder, _ = self.shards.folders_and_commits[self.shards.shard_of(sample_index)]
         piece_location = piece_of(sample_facts.row)
         if piece_location is None:
             return self[index]
@@ -389,8 +388,9 @@ class ActivationDataset(Samples):
             options: Options of the batches, as a user passes them to `batches`.
 
         Returns:
-            A TokenSource. Its `options` contain canonical names of hooks instead of globs, a dict
-            of the largest norm by hook, and the number of tokens in the buffer instead of None.
+            A TokenSource whose `options` are complete: `hooks` contains canonical names instead of
+            globs, `max_norm` is a dict from canonical names of hooks to their largest norms, and
+            `buffer` is a number of tokens even if the given options contain None.
 
         Raises:
             ValueError: If an option is invalid for this run.
@@ -503,14 +503,14 @@ class ActivationDataset(Samples):
         """
         chosen_roles = [roles] if isinstance(roles, str) else list(roles)
         stored_roles = self.identity.text.roles or ROLES
-        stored_roles_in_words = "has no roles; only runs of conversations do"
+        message_about_stored_roles = "has no roles; only runs of conversations do"
         if not len(self) or "role" in self.shards.get(0).label_names:
-            stored_roles_in_words = f"has tokens of {', '.join(stored_roles)}"
+            message_about_stored_roles = f"has tokens of {', '.join(stored_roles)}"
             if chosen_roles and set(chosen_roles) <= {*stored_roles}:
                 return tuple(role for role in ROLES if role in chosen_roles)
         raise ValueError(
             f"roles: {', '.join(chosen_roles) or 'none'} asked for; {self.url} "
-            f"{stored_roles_in_words}"
+            f"{message_about_stored_roles}"
         )
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:

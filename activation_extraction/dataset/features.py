@@ -53,15 +53,15 @@ class StrongestTokens:
     Attributes:
         values: Largest values of each feature, float32 (F, K), in descending order. If a feature is
             active on fewer than K tokens, -inf fills the rest of its K values.
-        token_numbers: Numbers of the tokens with these values, counted from 0 over all shards of a
-            dataset, int64 (F, K).
+        token_indices: Indices of the tokens with these values, counted from 0 over all shards of a
+            dataset, int64 (F, K). The index is 0 where the value is -inf.
     """
 
     def __init__(self, feature_count: int, tokens_per_feature: int) -> None:
         self.values = np.full((feature_count, tokens_per_feature), -np.inf, np.float32)
-        self.token_numbers = np.zeros((feature_count, tokens_per_feature), np.int64)
+        self.token_indices = np.zeros((feature_count, tokens_per_feature), np.int64)
 
-    def add(self, feature_ids: np.ndarray, values: np.ndarray, token_numbers: np.ndarray) -> None:
+    def add(self, feature_ids: np.ndarray, values: np.ndarray, token_indices: np.ndarray) -> None:
         """Adds n values of features, and keeps only the K largest values of each feature.
 
         K is the argument `tokens_per_feature` of this class. Among equal values, the values that
@@ -70,15 +70,16 @@ class StrongestTokens:
         Args:
             feature_ids: Number of the feature of each value, int32 (n,).
             values: Values of the features, float32 (n,).
-            token_numbers: Number of the token of each value, from 0 over all shards, int64 (n,).
+            token_indices: Index of the token of each value, counted from 0 over all shards of the
+                dataset, int64 (n,).
         """
         tokens_per_feature = self.values.shape[1]
-        may_value_be_kept = values > self.values[feature_ids, -1]
+        large_enough_mask = values > self.values[feature_ids, -1]
         # The indices that sort by feature, and then by descending value.
-        sorting_indices = np.lexsort((-values[may_value_be_kept], feature_ids[may_value_be_kept]))
-        feature_ids = feature_ids[may_value_be_kept][sorting_indices]
-        added_values = values[may_value_be_kept][sorting_indices]
-        token_numbers = token_numbers[may_value_be_kept][sorting_indices]
+        sorting_indices = np.lexsort((-values[large_enough_mask], feature_ids[large_enough_mask]))
+        feature_ids = feature_ids[large_enough_mask][sorting_indices]
+        added_values = values[large_enough_mask][sorting_indices]
+        token_indices = token_indices[large_enough_mask][sorting_indices]
         updated_feature_ids, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
         )
@@ -86,26 +87,33 @@ class StrongestTokens:
         ranks_among_added_values = np.arange(len(feature_ids)) - np.repeat(
             first_indices, value_counts
         )
-        candidate_row_of_value = np.repeat(np.arange(len(updated_feature_ids)), value_counts)
-        is_candidate_value = ranks_among_added_values < tokens_per_feature
-        # The left half of the columns contains the values that were kept so far, and the right half
-        # contains added values. A stable sort prefers the left half among equal values.
+        updated_feature_index_of_value = np.repeat(
+            np.arange(len(updated_feature_ids)), value_counts
+        )
+        candidate_mask = ranks_among_added_values < tokens_per_feature
+        # Each updated feature has 2 K candidates: first the K values that were kept so far, and
+        # then up to K added values. Among equal values, a stable sort prefers the values that were
+        # kept so far.
         candidate_values = np.full(
             (len(updated_feature_ids), 2 * tokens_per_feature), -np.inf, np.float32
         )
-        candidate_token_numbers = np.zeros(candidate_values.shape, np.int64)
+        candidate_token_indices = np.zeros(candidate_values.shape, np.int64)
         candidate_values[:, :tokens_per_feature] = self.values[updated_feature_ids]
-        candidate_token_numbers[:, :tokens_per_feature] = self.token_numbers[updated_feature_ids]
-        indices_in_right_half = (
-            candidate_row_of_value[is_candidate_value],
-            tokens_per_feature + ranks_among_added_values[is_candidate_value],
+        candidate_token_indices[:, :tokens_per_feature] = self.token_indices[updated_feature_ids]
+        indices_of_added_candidates = (
+            updated_feature_index_of_value[candidate_mask],
+            tokens_per_feature + ranks_among_added_values[candidate_mask],
         )
-        candidate_values[indices_in_right_half] = added_values[is_candidate_value]
-        candidate_token_numbers[indices_in_right_half] = token_numbers[is_candidate_value]
-        best_columns = np.argsort(-candidate_values, axis=1, kind="stable")[:, :tokens_per_feature]
-        self.values[updated_feature_ids] = np.take_along_axis(candidate_values, best_columns, 1)
-        self.token_numbers[updated_feature_ids] = np.take_along_axis(
-            candidate_token_numbers, best_columns, 1
+        candidate_values[indices_of_added_candidates] = added_values[candidate_mask]
+        candidate_token_indices[indices_of_added_candidates] = token_indices[candidate_mask]
+        indices_of_largest_candidates = np.argsort(-candidate_values, axis=1, kind="stable")[
+            :, :tokens_per_feature
+        ]
+        self.values[updated_feature_ids] = np.take_along_axis(
+            candidate_values, indices_of_largest_candidates, 1
+        )
+        self.token_indices[updated_feature_ids] = np.take_along_axis(
+            candidate_token_indices, indices_of_largest_candidates, 1
         )
 
 
@@ -154,7 +162,7 @@ def feature_table(
     with tqdm(total=dataset.tokens, **progress_settings) as progress_bar:
         for batch in dataset.batches(BATCH_TOKENS, [hook_name]):
             codes = batch[hook_name]
-            token_numbers_of_values = np.repeat(
+            token_indices_of_values = np.repeat(
                 np.arange(num_earlier_tokens, num_earlier_tokens + len(batch)),
                 np.diff(codes.indptr),
             )
@@ -162,22 +170,22 @@ def feature_table(
             value_sums_of_features += np.bincount(
                 codes.indices, codes.data, minlength=feature_count
             )
-            strongest_tokens.add(codes.indices, codes.data, token_numbers_of_values)
+            strongest_tokens.add(codes.indices, codes.data, token_indices_of_values)
             num_earlier_tokens += len(batch)
             progress_bar.update(len(batch))
-    is_active_feature = active_token_counts_of_features > 0
+    active_feature_mask = active_token_counts_of_features > 0
     mean_values_of_features = np.divide(
         value_sums_of_features,
         active_token_counts_of_features,
-        where=is_active_feature,
+        where=active_feature_mask,
         out=np.zeros(feature_count),
     )
     columns_by_name: dict[str, Any] = {
         "feature": np.arange(feature_count, dtype=np.int32),
         "tokens": active_token_counts_of_features,
         "frequency": active_token_counts_of_features / max(num_earlier_tokens, 1),
-        "mean": pyarrow.array(mean_values_of_features, mask=~is_active_feature),
-        "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~is_active_feature),
+        "mean": pyarrow.array(mean_values_of_features, mask=~active_feature_mask),
+        "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~active_feature_mask),
         "contexts": _contexts(dataset, strongest_tokens, around),
     }
     return pyarrow.table(columns_by_name)
@@ -190,8 +198,7 @@ def _contexts(
 
     Args:
         dataset: Dataset with the codes.
-        strongest_tokens: Strongest tokens of every feature. Tokens are numbered over all shards of
-            the dataset, from 0.
+        strongest_tokens: Strongest tokens of every feature.
         around: Number of tokens of the sample to include on each side of a token.
 
     Returns:
@@ -199,31 +206,32 @@ def _contexts(
         feature in `strongest_tokens`, the strongest token first. The struct has the fields of
         CONTEXT: the feature's value, the place of the token, and the tokens around it.
     """
-    # False where -inf fills up the values of a feature that is active on few tokens.
-    has_context = np.isfinite(strongest_tokens.values)
-    values_of_contexts = strongest_tokens.values[has_context]
-    token_numbers_of_contexts = strongest_tokens.token_numbers[has_context]
-    first_token_numbers_of_shards = np.cumsum(
+    # Mask of shape (F, K). It is False where -inf fills up the values of a feature that is active
+    # on few tokens.
+    context_mask = np.isfinite(strongest_tokens.values)
+    values_of_contexts = strongest_tokens.values[context_mask]
+    token_indices_of_contexts = strongest_tokens.token_indices[context_mask]
+    first_token_indices_of_shards = np.cumsum(
         [0, *(commit.tokens for commit in dataset.shards.commits)]
     )
     shard_indices_of_contexts = (
-        np.searchsorted(first_token_numbers_of_shards, token_numbers_of_contexts, "right") - 1
+        np.searchsorted(first_token_indices_of_shards, token_indices_of_contexts, "right") - 1
     )
-    decode_ids = None
+    token_id_decoder: Callable[[np.ndarray], str] | None = None
     with suppress(LookupError):
-        decode_ids = find_decoder(dataset)
-    # The contexts of a shard are made together. A table in `context_tables` contains the contexts
-    # of one shard, and the same item of `context_indices_of_tables` contains their indices among
-    # all contexts. The first table is empty, for the case that there are no contexts.
-    context_indices_of_tables = [np.arange(0)]
-    context_tables = [CONTEXT.empty_table()]
+        token_id_decoder = find_decoder(dataset)
+    # The contexts of a shard are made together. `context_tables_of_shards` contains a table for each
+    # shard with contexts, and `context_indices_of_shards` contains the indices of these contexts
+    # among all contexts. The first table is empty, for the case that there are no contexts.
+    context_indices_of_shards = [np.arange(0)]
+    context_tables_of_shards = [CONTEXT.empty_table()]
     for shard_index in np.unique(shard_indices_of_contexts).tolist():
         shard_reader = dataset.shards.get(shard_index)
-        context_indices_of_shard = np.flatnonzero(shard_indices_of_contexts == shard_index)
+        shard_context_indices = np.flatnonzero(shard_indices_of_contexts == shard_index)
         token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard_index].tokens)()
         token_indices_in_shard = (
-            token_numbers_of_contexts[context_indices_of_shard]
-            - first_token_numbers_of_shards[shard_index]
+            token_indices_of_contexts[shard_context_indices]
+            - first_token_indices_of_shards[shard_index]
         )
         sample_index_of_token = (
             np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
@@ -234,26 +242,27 @@ def _contexts(
         context_stops = np.minimum(
             shard_reader.offsets[sample_index_of_token + 1], token_indices_in_shard + around + 1
         )
-        context_ids = [
+        token_ids_of_contexts = [
             token_fields["token_ids"][context_start:context_stop]
             for context_start, context_stop in zip(context_starts, context_stops, strict=True)
         ]
         context_columns = {
-            "value": values_of_contexts[context_indices_of_shard],
+            "value": values_of_contexts[shard_context_indices],
             "sample_idx": shard_reader.sample_numbers[sample_index_of_token],
             "position": token_fields["position"][token_indices_in_shard],
-            "token_ids": context_ids,
+            "token_ids": token_ids_of_contexts,
             "token": token_indices_in_shard - context_starts,
             "text": [
-                decode_ids and decode_ids(context_token_ids) for context_token_ids in context_ids
+                token_id_decoder and token_id_decoder(context_token_ids)
+                for context_token_ids in token_ids_of_contexts
             ],
         }
-        context_indices_of_tables.append(context_indices_of_shard)
-        context_tables.append(pyarrow.table(context_columns, CONTEXT))
-    context_table = pyarrow.concat_tables(context_tables).take(
-        np.argsort(np.concatenate(context_indices_of_tables))
+        context_indices_of_shards.append(shard_context_indices)
+        context_tables_of_shards.append(pyarrow.table(context_columns, CONTEXT))
+    context_table = pyarrow.concat_tables(context_tables_of_shards).take(
+        np.argsort(np.concatenate(context_indices_of_shards))
     )
-    context_offsets_of_features = np.cumsum([0, *has_context.sum(axis=1)], dtype=np.int32)
+    context_offsets_of_features = np.cumsum([0, *context_mask.sum(axis=1)], dtype=np.int32)
     return pyarrow.ListArray.from_arrays(
         context_offsets_of_features, context_table.to_struct_array().combine_chunks()
     )
@@ -344,16 +353,17 @@ def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]
 
     Args:
         tokenizer_path: Folder, URL or hub name of the model or adapter.
-        metadata: Metadata of the run. It may name the git commit of the model on the hub.
+        metadata: Metadata of the run. It may name the git commit or another revision of the model
+            on the hub.
 
     Returns:
         Paths of the files; an empty list if `tokenizer_path` is neither a folder with such files
         nor a name that the cache contains.
     """
     configuration = metadata["configuration"]
-    model_commit = None
+    model_revision = None
     if tokenizer_path == configuration["model_path"]:
-        model_commit = metadata.get("model_commit") or configuration.get("model_revision")
+        model_revision = metadata.get("model_commit") or configuration.get("model_revision")
     try:
         tokenizer_folder = Path(tokenizer_path).expanduser()
         vocabulary_paths = [
@@ -365,10 +375,12 @@ def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]
             from huggingface_hub import try_to_load_from_cache
 
             cached_paths = (
-                try_to_load_from_cache(tokenizer_path, file_name, revision=model_commit)
+                try_to_load_from_cache(tokenizer_path, file_name, revision=model_revision)
                 for file_name in VOCABULARY_FILES
             )
             vocabulary_paths = [Path(path) for path in cached_paths if isinstance(path, str)]
     except (ImportError, OSError, RuntimeError, ValueError):
-        return []  # `tokenizer_path`, such as a URL, is neither a path nor a hub name
+        # The package huggingface_hub is not installed, or `tokenizer_path` is neither a local path
+        # nor a hub name, but a URL, for example.
+        return []
     return vocabulary_paths

@@ -98,16 +98,16 @@ class OpenShards:
         url: URL of the run, with its secrets.
         is_local: Whether the files of the run are on this machine, so that they can be mapped into
             memory.
-        shards: For each shard, a tuple of the name of the host's folder ("" for the output folder
-            itself) and the commit of the shard.
+        folders_and_commits: For each shard, a tuple of the name of the host's folder ("" for the
+            output folder itself) and the commit of the shard.
         hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
         commits: Commits of the shards, in their order.
         first_sample_indices_of_shards: For each shard, the index of its first sample in the run.
             One further item at the end is the number of all samples.
         can_read_ranges: Whether a range of rows can be read from every shard without reading the
             whole shard. False if a shard is a pickle.
-        read_sample_table: Function that takes the index of a shard in `shards` and returns the
-            table of its samples. Tables that were read recently stay in memory.
+        read_sample_table: Function that takes the index of a shard in `folders_and_commits` and
+            returns the table of its samples. Tables that were read recently stay in memory.
 
     Raises:
         ValueError: If the file of a shard is too small for the tokens that the commit records.
@@ -115,11 +115,11 @@ class OpenShards:
 
     url: str
     is_local: bool
-    shards: list[tuple[str, Commit]]
+    folders_and_commits: list[tuple[str, Commit]]
     hooks: ByHook[StoredHook]
 
     def __post_init__(self) -> None:
-        self.commits = [commit for _, commit in self.shards]
+        self.commits = [commit for _, commit in self.folders_and_commits]
         self.first_sample_indices_of_shards = [
             0,
             *accumulate(commit.count for commit in self.commits),
@@ -129,7 +129,9 @@ class OpenShards:
         self._values_by_column: dict[str, np.ndarray] = {}
         # The cached functions do not refer to this object, because a cycle of references would keep
         # a decompressed pickle in memory until the garbage collector runs.
-        self._read_shard_with: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
+        self._read_from_shard: Callable[..., Any] = partial(
+            _read_shard, self.url, self.folders_and_commits, {}
+        )
         stored_hooks = list(self.hooks.values())
         max_open_shards = _max_open_files()
         if not self.can_read_ranges:
@@ -141,17 +143,17 @@ class OpenShards:
         self._lock_by_shard_index = defaultdict[int, Lock](Lock)
         self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
             partial(
-                self._read_shard_with,
+                self._read_from_shard,
                 lambda folder, commit: open_shard(folder, commit, stored_hooks),
             )
         )
         max_tables = MAX_TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
         self.read_sample_table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
-            partial(self._read_shard_with, read_table)
+            partial(self._read_from_shard, read_table)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpenShards, (self.url, self.is_local, self.shards, self.hooks)
+        return OpenShards, (self.url, self.is_local, self.folders_and_commits, self.hooks)
 
     def get(self, shard_index: int) -> SafetensorsFile:
         """Returns a shard, which is opened first if it is not open yet.
@@ -159,7 +161,7 @@ class OpenShards:
         If several threads need the shard at the same time, only one of them opens it.
 
         Args:
-            shard_index: Index of the shard in `shards`.
+            shard_index: Index of the shard in `folders_and_commits`.
         """
         with self._lock_by_shard_index[shard_index]:
             return self._open(shard_index)
@@ -175,12 +177,12 @@ class OpenShards:
     def tokens_per_block(self, shard_index: int, tokens_per_chunk: int) -> int:
         """Returns the number of tokens by which the length of a chunk should be divisible.
 
-        The file of a shard has checksums of blocks of tokens (see RangeChecksums). A bucket is read
-        in whole blocks, so that their checksums can be compared. A chunk that consists of whole
-        blocks is therefore read from a bucket without the bytes of other tokens.
+        The file of a shard has checksums of blocks of tokens (see RangeChecksums). If a chunk began
+        or ended inside a block, the rest of the block would have to be downloaded as well, so that
+        the checksum of the block can be compared. A chunk of whole blocks avoids this.
 
         Args:
-            shard_index: Index of the shard in `shards`.
+            shard_index: Index of the shard in `folders_and_commits`.
             tokens_per_chunk: Number of tokens in a chunk.
 
         Returns:
@@ -200,7 +202,7 @@ class OpenShards:
             ValueError: If a file has too few bytes for the number of tokens in the shard's commit.
         """
         min_token_bytes = sum(stored_hook.min_token_bytes for stored_hook in self.hooks.values())
-        for folder_name, commit in self.shards:
+        for folder_name, commit in self.folders_and_commits:
             max_compression_ratio = 1 if can_read_ranges(commit) else MAX_GZIP_RATIO
             max_decompressed_bytes = commit.bytes * max_compression_ratio
             if commit.tokens * min_token_bytes > max_decompressed_bytes:
@@ -213,7 +215,7 @@ class OpenShards:
                 )
 
     def shard_of(self, sample_index: int) -> int:
-        """Returns the index in `shards` of the shard that contains a sample.
+        """Returns the index in `folders_and_commits` of the shard that contains a sample.
 
         Args:
             sample_index: Index of the sample in the run, in the order of the shards.
@@ -242,7 +244,7 @@ class OpenShards:
             The index of the sample, in the order of the shards; None if no shard of the folder
             contains the sample.
         """
-        for shard_index, (shard_folder, commit) in enumerate(self.shards):
+        for shard_index, (shard_folder, commit) in enumerate(self.folders_and_commits):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:
                 sample_idx_of_shard = self.read_sample_table(shard_index)["sample_idx"].to_numpy()
                 index_in_shard = int(np.searchsorted(sample_idx_of_shard, sample_idx))
@@ -256,12 +258,12 @@ class OpenShards:
         The results have the order of the shards.
 
         Args:
-            read: Function that takes the index of a shard in `shards`, reads files of the shard,
-                and returns the result.
+            read: Function that takes the index of a shard in `folders_and_commits`, reads files of
+                the shard, and returns the result.
         """
         # The pool is not kept, because a fork of this process would lack its threads.
         with ThreadPoolExecutor(MAX_REQUESTS) as thread_pool:
-            yield from thread_pool.map(read, range(len(self.shards)))
+            yield from thread_pool.map(read, range(len(self.folders_and_commits)))
 
     @cached_property
     def samples(self) -> pyarrow.Table:
@@ -330,7 +332,7 @@ class OpenShards:
         ]
         sums_by_hook: dict[str, Sums] = {}
         for sums_of_shard in self.read_all(
-            partial(self._read_shard_with, partial(read_sums, hooks=names_of_array_hooks))
+            partial(self._read_from_shard, partial(read_sums, hooks=names_of_array_hooks))
         ):
             for hook_name, shard_sums in sums_of_shard.items():
                 sums_by_hook[hook_name] = (
@@ -343,7 +345,7 @@ class OpenShards:
 
 def _read_shard(
     url: str,
-    shards: Sequence[tuple[str, Commit]],
+    folders_and_commits: Sequence[tuple[str, Commit]],
     folders: dict[str, Folder],
     read: Callable[[Folder, Commit], T],
     shard_index: int,
@@ -352,16 +354,16 @@ def _read_shard(
 
     Args:
         url: URL of the run.
-        shards: For each shard, a tuple of the name of its folder and its commit.
+        folders_and_commits: For each shard, a tuple of the name of its folder and its commit.
         folders: Open folders by name. The folder of the shard is added if it is missing.
         read: Function that takes the folder and the commit of a shard, reads files of the shard,
             and returns the result.
-        shard_index: Index of the shard in `shards`.
+        shard_index: Index of the shard in `folders_and_commits`.
 
     Raises:
         OSError: If `read` raises RunError, for example because the file is damaged.
     """
-    folder_name, commit = shards[shard_index]
+    folder_name, commit = folders_and_commits[shard_index]
     with as_os_errors():
         if folder_name not in folders:
             folders[folder_name] = Folder(url).child(folder_name)

@@ -194,7 +194,8 @@ class TokenSource:
     def fingerprint(self) -> str:
         """A digest of the JSON files of all shards, which differs if the stored data differ."""
         commit_list_text = "".join(
-            f"{folder_name}/{commit.sha256}\n" for folder_name, commit in self.shards.shards
+            f"{folder_name}/{commit.sha256}\n"
+            for folder_name, commit in self.shards.folders_and_commits
         )
         return hashlib.sha256(commit_list_text.encode()).hexdigest()
 

@@ -100,7 +100,7 @@ def _token_ids(
         RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
             damaged or missing.
     """
-    for folder_name, commit in dataset.shards.shards:
+    for folder_name, commit in dataset.shards.folders_and_commits:
         host_folder, run_log = root.child(folder_name), log_by_folder[folder_name]
         stored_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
         token_ids_or_messages: Sequence[np.ndarray | str]
