@@ -220,9 +220,10 @@ class ActivationDataset(Samples):
 
         Statistics over all dimensions come from the JSON files, which were read when the run was
         opened. Statistics of each dimension are read from a small file of each shard when they are
-        first used. Indices of experts and token ids have no mean or norm, so the number of tokens
-        (`tokens`) is 0 at hooks that store them. At hooks with codes, only the field `codes` is
-        filled. Statistics of losses leave out the tokens without a loss.
+        first used. No statistics of indices of experts and of token ids are computed: all fields
+        with numbers, also the number of tokens, are 0 at hooks that store them. At hooks with
+        codes, only the field `codes` is filled. Statistics of losses leave out the tokens without a
+        loss.
         """
         return self.shards.statistics
 

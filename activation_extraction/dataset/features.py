@@ -220,9 +220,9 @@ def _contexts(
     token_id_decoder: Callable[[np.ndarray], str] | None = None
     with suppress(LookupError):
         token_id_decoder = find_decoder(dataset)
-    # The contexts of a shard are made together. `context_tables_of_shards` contains a table for each
-    # shard with contexts, and `context_indices_of_shards` contains the indices of these contexts
-    # among all contexts. The first table is empty, for the case that there are no contexts.
+    # The contexts of a shard are made together. `context_tables_of_shards` contains a table of the
+    # contexts of each shard, and `context_indices_of_shards` contains the indices of these contexts
+    # among all contexts. Both begin with an empty item, for the case that there are no contexts.
     context_indices_of_shards = [np.arange(0)]
     context_tables_of_shards = [CONTEXT.empty_table()]
     for shard_index in np.unique(shard_indices_of_contexts).tolist():

@@ -11,7 +11,7 @@ these modules on its way to a committed shard:
       repair.py             plans the repair of a run with damaged or missing shards
     shard_writer.py         gathers samples into shards, makes their files, and commits them
       stored_hook.py        declares the kinds of values at hooks, and how they are stored and read
-      shard.py              declares a shard in memory, whose values threads encode and measure
+      shard.py              declares a shard in memory, encodes its values, computes statistics
       formats.py            converts a shard to a file in the format of the run
       pickle_file.py        writes and reads the pickle format
       safetensors_file.py   writes and reads the safetensors format

@@ -152,7 +152,7 @@ def records_of(shard: Shard) -> Records:
         hook_key: [
             record_of(hook_key, stored_hook, sample_index) for sample_index in sample_indices
         ]
-        for hook_key, stored_hook in shard.hooks.items()
+        for hook_key, stored_hook in shard.hook_by_key.items()
     }
 
 

@@ -170,7 +170,7 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     }
     for label_name in shard.samples[0].labels:
         arrays_by_tensor[label_name] = [sample.labels[label_name] for sample in shard.samples]
-    for hook_key, hook in shard.hooks.items():
+    for hook_key, hook in shard.hook_by_key.items():
         arrays_by_tensor |= hook.tensors(shard.sample_values_by_hook_key[hook_key])
     header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
     dtype_and_shape_by_tensor = {
@@ -216,7 +216,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     token_count = int(shard.offsets[-1])
     bytes_of_hooks = [
         sum(map(hook.bytes_of, shard.sample_values_by_hook_key[hook_key]))
-        for hook_key, hook in shard.hooks.items()
+        for hook_key, hook in shard.hook_by_key.items()
     ]
     tokens_per_block = max(BLOCK_BYTES * token_count // max(*bytes_of_hooks, 1), 1)
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])

@@ -1,8 +1,8 @@
 """Shard: a shard in memory, which is a list of samples with their values at every hook.
 
-shard_writer.py gathers samples into shards. A shard is then encoded and measured with the methods
-here, and formats.py converts it to a file. sample_table.py makes a separate file with the facts of
-its samples.
+shard_writer.py gathers samples into shards. The methods of a shard then encode its values and
+compute their statistics, and formats.py converts the shard to a file. sample_table.py makes a
+separate file with the facts of its samples.
 """
 
 from collections.abc import Mapping
@@ -55,14 +55,14 @@ class Shard:
 
     Attributes:
         samples: Samples of the shard, by ascending `sample_idx`.
-        hooks: Descriptions of the hooks, by the keys of the hooks in pickles.
+        hook_by_key: Descriptions of the hooks, by the keys of the hooks in pickles.
         sample_values_by_hook_key: Key of each hook -> list with the values of each sample at this
             hook, in the order of `samples`. After `encode`, the values are ready to be written (in
             the stored form, see stored_hook.py).
     """
 
     samples: list[ShardSample]
-    hooks: Mapping[Key, StoredHook]
+    hook_by_key: Mapping[Key, StoredHook]
     sample_values_by_hook_key: Mapping[Key, list[Any]]
 
     @property
@@ -95,7 +95,7 @@ class Shard:
         """
         encoded_values_by_hook_key: dict[Key, list[Any]] = {}
         errors_by_hook_key: dict[Key, ErrorByTokenKind] = {}
-        for hook_key, hook in self.hooks.items():
+        for hook_key, hook in self.hook_by_key.items():
             encoded_values_by_hook_key[hook_key], errors_by_hook_key[hook_key] = hook.encode(
                 self.sample_values_by_hook_key[hook_key], self.positions, threads
             )
@@ -103,7 +103,7 @@ class Shard:
             self, sample_values_by_hook_key=encoded_values_by_hook_key
         ), errors_by_hook_key
 
-    def measure(
+    def compute_statistics(
         self, errors: Mapping[Key, ErrorByTokenKind], threads: Executor
     ) -> tuple[list[dict[str, Any]], dict[str, Sums]]:
         """Computes the statistics of the values at all hooks.
@@ -115,8 +115,8 @@ class Shard:
         Returns:
             A tuple of:
                 The description of each hook for the shard's JSON, with the statistics of the hook.
-                The sums over every dimension, by the full name of the hook, for the shard's file of
-                sums. Hooks with codes have none.
+                The sums over the shard's tokens (see `Sums`), by the full name of the hook, for the
+                shard's file of sums. Hooks with codes are left out.
 
         Raises:
             StorageError: If a value is NaN or infinite. The message names the sample.
@@ -125,7 +125,7 @@ class Shard:
         # key of the hook and the slice of samples of each task.
         hook_keys_of_tasks: list[Key] = []
         sample_slices_of_tasks: list[slice] = []
-        for hook_key in self.hooks:
+        for hook_key in self.hook_by_key:
             for slice_of_samples in slices_of(self.sample_values_by_hook_key[hook_key]):
                 hook_keys_of_tasks.append(hook_key)
                 sample_slices_of_tasks.append(slice_of_samples)
@@ -145,13 +145,13 @@ class Shard:
             hook_statistics = replace(hook_sums.statistics, error=errors[hook_key])
             if not hook_statistics.finite:
                 self._refuse_not_finite(hook_key)
-            hook_description = self.hooks[hook_key].to_json(
+            hook_description = self.hook_by_key[hook_key].to_json(
                 self.sample_values_by_hook_key[hook_key][0]
             )
             hook_descriptions.append(hook_description | hook_statistics.to_json())
         sums_by_hook_name = {
             hook.name: sums_by_hook_key[hook_key]
-            for hook_key, hook in self.hooks.items()
+            for hook_key, hook in self.hook_by_key.items()
             if hook.is_array
         }
         return hook_descriptions, sums_by_hook_name
@@ -164,7 +164,7 @@ class Shard:
             slice_of_samples: Slice of the shard's list `samples`.
         """
         positions_of_samples = [sample.positions for sample in self.samples[slice_of_samples]]
-        return self.hooks[key].sums(
+        return self.hook_by_key[key].sums(
             self.sample_values_by_hook_key[key][slice_of_samples], positions_of_samples
         )
 

@@ -1,9 +1,10 @@
 """ShardQueue: stores shards with threads in the background, and commits them in order.
 
-Several shards are packed and written at the same time, but one thread commits them, in the order in
-which they were submitted. After a failure, no later shard is committed. The queue also limits the
-memory: its caller waits while too many bytes of activations wait to be stored. shard_writer.py
-provides the functions that pack, write and commit a shard.
+The files of several shards are made and written at the same time, but one thread commits the
+shards, in the order in which they were submitted. After a failure, no later shard is committed. The
+queue also limits the memory: its caller waits while too many bytes of activations wait to be
+stored. shard_writer.py provides the functions that make and write the files of a shard, and commit
+the shard.
 """
 
 import threading
@@ -20,8 +21,9 @@ from activation_extraction.store.log_writer import LostError
 # Number of shards that are stored at the same time. It may exceed the number of processors, because
 # most of these shards are being uploaded.
 SHARDS_AT_ONCE = 16
-# Phases of a shard in the queue. "packing": it waits to be packed, or is packed by threads.
-# "writing": its files are written. "committing": it waits for the commits of all shards before it.
+# Phases of a shard in the queue. "packing": threads make the content of its files, or have not
+# begun to do so. "writing": its files are being written. "committing": it waits for the commits of
+# all shards before it, or is being committed.
 PHASES = ("packing", "writing", "committing")
 T = TypeVar("T")
 
@@ -73,11 +75,11 @@ class ShardQueue(Generic[T]):
         self._failure: Exception | None = None
         # Whether `close` was called, and did not wait for the threads.
         self._has_cancelled_work = False
-        self._storing_threads = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
-        self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        # Size in bytes of each batch that is held in memory but not counted in the `bytes_held` of
-        # any shard yet.
-        self._sizes_of_batches: list[int] = []
+        self._storing_executor = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
+        self._commit_executor = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        # Number of bytes of each batch that is held in memory but not counted in the `bytes_held`
+        # of any shard yet.
+        self._byte_counts_of_batches: list[int] = []
         self._shards: deque[QueuedShard[T]] = deque()
         # Notified when a shard was committed or could not be stored. The lock guards `_shards`.
         self._shards_condition = threading.Condition()
@@ -95,7 +97,7 @@ class ShardQueue(Generic[T]):
             StorageError: If a shard could not be stored.
         """
         with self._shards_condition:
-            self._sizes_of_batches.append(batch_bytes)
+            self._byte_counts_of_batches.append(batch_bytes)
             self.bytes_waiting += batch_bytes
             while self.bytes_waiting > self._max_waiting_bytes and self._shards:
                 self.check()
@@ -125,13 +127,13 @@ class ShardQueue(Generic[T]):
             StorageError: If an earlier shard could not be stored.
         """
         self.check()
-        queued_shard = QueuedShard[T](sum(self._sizes_of_batches[:-1]))
-        del self._sizes_of_batches[:-1]
-        queued_shard.files_future = self._storing_threads.submit(store, queued_shard)
+        queued_shard = QueuedShard[T](sum(self._byte_counts_of_batches[:-1]))
+        del self._byte_counts_of_batches[:-1]
+        queued_shard.files_future = self._storing_executor.submit(store, queued_shard)
         with self._shards_condition:
             # `_finish` may run at once in another thread. It cannot remove the shard from `_shards`
             # before the shard is added, because it needs the lock that is held here.
-            self._commit_thread.submit(self._finish, queued_shard)
+            self._commit_executor.submit(self._finish, queued_shard)
             self._shards.append(queued_shard)
 
     def check(self) -> None:
@@ -191,8 +193,8 @@ class ShardQueue(Generic[T]):
                 not begun is cancelled in any case.
         """
         self._has_cancelled_work = self._has_cancelled_work or not patient
-        for thread_pool in (self._storing_threads, self._commit_thread):
-            thread_pool.shutdown(wait=patient, cancel_futures=True)
+        for executor in (self._storing_executor, self._commit_executor):
+            executor.shutdown(wait=patient, cancel_futures=True)
 
     def _finish(self, shard: QueuedShard[T]) -> None:
         """Waits until a shard is stored and commits it, unless an earlier shard has failed.

@@ -140,7 +140,7 @@ class ShardBytes:
         if start >= stop:
             return lambda: np.empty(0, np.uint8)
         if self._mapped_file is not None:
-            requested_bytes = self._mapped_file[start:stop]
+            requested_content = self._mapped_file[start:stop]
             first_block_number, stop_block_number = start // MIB, -(-stop // MIB)
             for block_number in first_block_number + np.flatnonzero(
                 self._unchecked_mib_mask[first_block_number:stop_block_number]
@@ -151,14 +151,14 @@ class ShardBytes:
                     int(block_number),
                 )
                 self._unchecked_mib_mask[block_number] = False
-            return lambda: requested_bytes
-        checked_blocks = blocks or self._mib_blocks
-        first_block_number = (start - checked_blocks.start_offset) // checked_blocks.block_bytes
-        stop_block_number = -(-(stop - checked_blocks.start_offset) // checked_blocks.block_bytes)
+            return lambda: requested_content
+        blocks_to_check = blocks or self._mib_blocks
+        first_block_number = (start - blocks_to_check.start_offset) // blocks_to_check.block_bytes
+        stop_block_number = -(-(stop - blocks_to_check.start_offset) // blocks_to_check.block_bytes)
         first_block_offset = (
-            checked_blocks.start_offset + first_block_number * checked_blocks.block_bytes
+            blocks_to_check.start_offset + first_block_number * blocks_to_check.block_bytes
         )
-        num_requested_bytes = (stop_block_number - first_block_number) * checked_blocks.block_bytes
+        num_requested_bytes = (stop_block_number - first_block_number) * blocks_to_check.block_bytes
         request_count = max(num_requested_bytes // REQUEST_BYTES, 1)
         # Request i reads the blocks from number `request_boundaries[i]` to the next boundary.
         request_boundaries = np.linspace(
@@ -171,7 +171,7 @@ class ShardBytes:
         ).submit
         request_futures = [
             submit_request(
-                self._read, checked_blocks, first_block_of_request, stop_block_of_request
+                self._read, blocks_to_check, first_block_of_request, stop_block_of_request
             )
             for first_block_of_request, stop_block_of_request in pairwise(
                 request_boundaries.tolist()
@@ -180,12 +180,12 @@ class ShardBytes:
 
         def wait() -> np.ndarray:
             arrays_of_requests = [future.result() for future in request_futures]
-            bytes_of_blocks = (
+            content_of_blocks = (
                 arrays_of_requests[0]
                 if len(arrays_of_requests) == 1
                 else np.concatenate(arrays_of_requests)
             )
-            return bytes_of_blocks[start - first_block_offset : stop - first_block_offset]
+            return content_of_blocks[start - first_block_offset : stop - first_block_offset]
 
         return wait
 
@@ -209,18 +209,18 @@ class ShardBytes:
             blocks.start_offset + stop_block_number * blocks.block_bytes, blocks.stop_offset
         )
         byte_range = {"start": start_offset, "stop": stop_offset}
-        answer_bytes = _read(
+        content_of_range = _read(
             self._folder, self._commit, self._commit.file, self._file_location, **byte_range
         )
-        if len(answer_bytes) != stop_offset - start_offset:
+        if len(content_of_range) != stop_offset - start_offset:
             raise RunError(f"{self._file_location}: is shorter than its JSON says")
-        bytes_of_blocks = np.frombuffer(answer_bytes, np.uint8)
+        content_of_blocks = np.frombuffer(content_of_range, np.uint8)
         for block_number in range(first_block_number, stop_block_number):
-            block_content = bytes_of_blocks[
+            block_content = content_of_blocks[
                 (block_number - first_block_number) * blocks.block_bytes :
             ][: blocks.block_bytes]
             self._check(block_content, blocks, block_number)
-        return bytes_of_blocks
+        return content_of_blocks
 
     def _check(self, block_content: np.ndarray, blocks: Blocks, block_number: int) -> None:
         """Compares the CRC-32C of a block with its recorded CRC-32C.
@@ -269,26 +269,31 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[StoredHook]) -> S
             range_reader.begin, commit.bytes, file_url, range_checksums, front_bytes_to_read
         )
     else:
-        pickle_bytes = pyarrow.py_buffer(range_reader.begin(0, commit.bytes)())
+        pickle_content = pyarrow.py_buffer(range_reader.begin(0, commit.bytes)())
         hooks_by_key = {hook.key: hook for hook in hooks}
         pickled_shard = read_pickle(
-            pyarrow.BufferReader(pickle_bytes), file_url, commit.unpacked, hooks_by_key
+            pyarrow.BufferReader(pickle_content), file_url, commit.unpacked, hooks_by_key
         )
         opened_shard = _in_memory(pickled_shard, file_url)
-    actual_tensors = {
+    actual_dtype_and_shape_by_tensor_name = {
         tensor_name: (tensor.dtype, tensor.shape)
         for tensor_name, tensor in opened_shard.tensors.items()
     }
-    expected_tensors: dict[str, tuple[np.dtype, Shape]] = {
+    expected_dtype_and_shape_by_tensor_name: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
         "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
         "token_ids": (np.dtype(np.int32), (commit.tokens,)),
         "position": (np.dtype(np.int32), (commit.tokens,)),
     }
     for hook in hooks:
-        expected_tensors |= hook.expected_tensors(commit.tokens)
-    for tensor_name, dtype_and_shape in expected_tensors.items():
-        expect(file_url, tensor_name, actual_tensors.get(tensor_name), dtype_and_shape)
+        expected_dtype_and_shape_by_tensor_name |= hook.expected_dtypes_and_shapes(commit.tokens)
+    for tensor_name, dtype_and_shape in expected_dtype_and_shape_by_tensor_name.items():
+        expect(
+            file_url,
+            tensor_name,
+            actual_dtype_and_shape_by_tensor_name.get(tensor_name),
+            dtype_and_shape,
+        )
     return opened_shard
 
 
@@ -406,9 +411,9 @@ def _check_json(folder: Folder, commit: Commit, where: str) -> None:
     Raises:
         RunError: If the shard has another JSON now.
     """
-    json_bytes = folder.read(commit.name, max_bytes=MAX_JSON_BYTES)
+    json_content = folder.read(commit.name, max_bytes=MAX_JSON_BYTES)
     with suppress(DamagedError):
-        if json_bytes is not None and parse_commit(json_bytes, commit.name) != commit:
+        if json_content is not None and parse_commit(json_content, commit.name) != commit:
             raise RunError(f"{where}: {REPLACED_REASON}")
 
 

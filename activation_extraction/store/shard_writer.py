@@ -76,7 +76,7 @@ class ShardWriter:
         self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit  # function that is called after each commit
         self._max_shard_bytes = options.shard_bytes
-        self._storing_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
+        self._storing_executor = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
         self._packing_slots = threading.Semaphore(options.threads)
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
 
@@ -136,19 +136,19 @@ class ShardWriter:
         """Stores the last samples as a shard, and waits until all shards are committed.
 
         Args:
-            complete: Whether there are no more samples. If this is so in a repair, shards are
-                stored for all gaps (missing and bad shards) that are still open: the last gap gets
-                the last samples, and the other gaps become shards without samples.
+            complete: Whether there are no more samples. If this is so in a repair, a shard
+                is stored for each missing or bad shard that has not been stored again yet: the last
+                of these shards contains the last samples, and the others contain no samples.
 
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.
         """
         with suppress(StorageError):  # `queue.wait` raises the error again
-            gap_shard_numbers = self._shard_numbers.take_gaps() if complete else []
-            for gap_shard_number in gap_shard_numbers[:-1]:
-                self._submit(Shard([], {}, {}), gap_shard_number)
-            if gap_shard_numbers:
-                self._submit_pending(gap_shard_numbers[-1])
+            missing_shard_numbers = self._shard_numbers.take_gaps() if complete else []
+            for missing_shard_number in missing_shard_numbers[:-1]:
+                self._submit(Shard([], {}, {}), missing_shard_number)
+            if missing_shard_numbers:
+                self._submit_pending(missing_shard_numbers[-1])
             elif self._pending_samples:
                 self._submit_pending(self._shard_numbers.take())
         self.queue.wait()
@@ -184,12 +184,14 @@ class ShardWriter:
                 not begun is cancelled in any case.
         """
         self.queue.close(patient)
-        self._storing_threads.shutdown(wait=patient, cancel_futures=True)
+        self._storing_executor.shutdown(wait=patient, cancel_futures=True)
 
     def _store(
         self, shard: Shard, mark: Mark | None, number: int, queued_shard: QueuedShard[StoredShard]
     ) -> StoredShard:
-        """Encodes and packs a shard, and writes its files.
+        """Encodes a shard, makes the content of its files, and writes them.
+
+        A shard without samples has no files.
 
         Args:
             shard: The shard. Its values are encoded here if they are not encoded yet.
@@ -207,9 +209,11 @@ class ShardWriter:
         if not shard.samples:
             return shard_commit, []
         with self._packing_slots:
-            shard, encoding_errors = shard.encode(self._storing_threads)
-            hook_descriptions, sums_by_hook = shard.measure(encoding_errors, self._storing_threads)
-            packed_file = self.format.pack(shard, self._storing_threads, writer_id)
+            shard, encoding_errors = shard.encode(self._storing_executor)
+            hook_descriptions, sums_by_hook = shard.compute_statistics(
+                encoding_errors, self._storing_executor
+            )
+            packed_file = self.format.pack(shard, self._storing_executor, writer_id)
         cut_token_counts = [
             shard_sample.facts.cut for shard_sample in shard.samples if shard_sample.facts.cut > 0
         ]

@@ -250,21 +250,24 @@ class SumsOfCodes:
     The sums over different tokens can be merged.
 
     Attributes:
-        sinks: Sums over the first tokens of samples (position 0).
-        others: Sums over all other tokens.
+        first_token_sums: Sums over the first tokens of samples (position 0).
+        other_token_sums: Sums over all other tokens.
     """
 
-    sinks: CodeSums
-    others: CodeSums
+    first_token_sums: CodeSums
+    other_token_sums: CodeSums
 
     def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
         """Returns the sums over the tokens of `self` and of `other` together."""
-        return SumsOfCodes(self.sinks.merge(other.sinks), self.others.merge(other.others))
+        return SumsOfCodes(
+            self.first_token_sums.merge(other.first_token_sums),
+            self.other_token_sums.merge(other.other_token_sums),
+        )
 
     @property
     def statistics(self) -> "Statistics":
         """The statistics of these codes: only the field `codes` is filled, with these sums."""
-        return Statistics(codes={"sinks": self.sinks, "others": self.others})
+        return Statistics(codes={"sinks": self.first_token_sums, "others": self.other_token_sums})
 
 
 @dataclass(frozen=True)
@@ -313,18 +316,18 @@ class Statistics:
         if not (other.values or other.codes):
             return self
         weight_of_other = other.values / (self.values + other.values or 1)
-        mean_difference = other.overall_mean - self.overall_mean
+        difference_of_means = other.overall_mean - self.overall_mean
 
         def weighted(own_number: float, other_number: float) -> float:
             return own_number * (1 - weight_of_other) + other_number * weight_of_other
 
         variance_between_means = (
-            mean_difference * mean_difference * weight_of_other * (1 - weight_of_other)
+            difference_of_means * difference_of_means * weight_of_other * (1 - weight_of_other)
         )
         return Statistics(
             tokens=self.tokens + other.tokens,
             values=self.values + other.values,
-            overall_mean=self.overall_mean + mean_difference * weight_of_other,
+            overall_mean=self.overall_mean + difference_of_means * weight_of_other,
             overall_variance=weighted(self.overall_variance, other.overall_variance)
             + variance_between_means,
             mean_norm=weighted(self.mean_norm, other.mean_norm),
@@ -360,10 +363,11 @@ class Statistics:
 
     @classmethod
     def from_json(cls, json_fields: Mapping[str, Any]) -> "Statistics":
-        """Returns the statistics in a JSON object.
+        """Makes Statistics from a JSON object with the keys that `to_json` uses.
 
         Args:
-            json_fields: Result of `to_json`. Other keys in it are ignored.
+            json_fields: The JSON object. "error" and "codes" may be missing. Other keys in it are
+                ignored.
         """
         errors_by_token_kind = {
             token_kind: EncodingError(**value_by_error_field)

@@ -67,15 +67,14 @@ def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
         if code_sums.cut:
             cut_tokens_in_words = counted(code_sums.cut_tokens, "token")
             codes_line += f", {code_sums.cut:,} cut from {cut_tokens_in_words} (--encode_most)"
-        shares_in_words = [
+        explained_fractions_in_words = [
             f"{sums_of_kind.explained:.1%} of {KINDS_OF_TOKENS[token_kind]}"
             for token_kind, sums_of_kind in hook_statistics.codes.items()
             if sums_of_kind.explained >= 0
         ]
-        if shares_in_words:
-            codes_line += (
-                f"; the share of squared norms that they explain: {', '.join(shares_in_words)}"
-            )
+        if explained_fractions_in_words:
+            codes_line += "; the share of squared norms that they explain: "
+            codes_line += ", ".join(explained_fractions_in_words)
         yield codes_line
 
 

@@ -132,11 +132,11 @@ class ActivationStorage:
         self.options = options
         if repair and options.overwrite:
             raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
-        facts = facts or RunFacts()
+        run_facts = facts or RunFacts()
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._hook_by_key = {
             hook_key: self._identity.stored_hook(
-                hook_key, hook_name, facts.facts_by_hook_key.get(hook_key, {}).get("width", 0)
+                hook_key, hook_name, run_facts.facts_by_hook_key.get(hook_key, {}).get("width", 0)
             )
             for hook_key, hook_name in hooks.items()
         }
@@ -160,7 +160,7 @@ class ActivationStorage:
                 f"{remote.max_file_bytes:,} bytes in one request"
             )
         local_folder = Folder(str(self.folder))
-        run_description = RunDescription(self._identity, dict(hooks), options.limits, facts)
+        run_description = RunDescription(self._identity, dict(hooks), options.limits, run_facts)
         if remote is None:
             self._log_writer = LogWriter(local_folder, run_description)
         else:
@@ -172,16 +172,16 @@ class ActivationStorage:
             self._hook_by_key,
             self._identity,
             options,
-            facts.sources,
+            run_facts.sources,
             on_wait,
             self._metrics_file.upload_if_due,
         )
         self.new_commits = self._log_writer.new_commits
         self.waited = self._shard_writer.queue.waited_seconds_by_phase
         self.format = self._shard_writer.format
-        self._make_plan: Planner = partial(plan_run, self._identity, options.limits)
+        self._planner: Planner = partial(plan_run, self._identity, options.limits)
         if repair:
-            self._make_plan = RepairPlanner(self.destination, self._identity, options.limits)
+            self._planner = RepairPlanner(self.destination, self._identity, options.limits)
         if options.overwrite:
             for checked_folder in {local_folder, self.destination}:
                 check_own(checked_folder)
@@ -189,7 +189,7 @@ class ActivationStorage:
         else:
             if remote is not None:
                 refuse_elsewhere(RunLog.read(local_folder), remote.url)
-            self._follow(self._make_plan(RunLog.read(self.destination)))
+            self._follow(self._planner(RunLog.read(self.destination)))
         # Samples that still lack an activation at a hook, with the activations that they have, by
         # sample number.
         self._incomplete_sample_by_number: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
@@ -288,7 +288,7 @@ class ActivationStorage:
                     "writing there; see to it that only one does",
                     self.folder,
                 )
-            self._follow(self._log_writer.take_over(self._make_plan, self.options.overwrite))
+            self._follow(self._log_writer.take_over(self._planner, self.options.overwrite))
             if self.plan.is_up_to_date:
                 return self._unlock()
             self._state = "open"
@@ -367,25 +367,27 @@ class ActivationStorage:
         """
         self.open()
         self._shard_writer.take(sum(batch_array.nbytes for batch_array in activations.values()))
-        for placement, (index_of_kept_values, kept_positions) in zip(
+        # `index_into_activations` is a tuple of a row and a slice if the batch keeps all tokens,
+        # otherwise a slice (see `Batch.kept_tokens`).
+        for placement, (index_into_activations, kept_positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
-            text_sample = placement.sample
-            self._check_takes_samples(text_sample.facts.sample_idx)
-            kept_labels = {
+            packed_sample = placement.sample
+            self._check_takes_samples(packed_sample.facts.sample_idx)
+            kept_values_by_label_name = {
                 label_name: label_values[kept_positions]
-                for label_name, label_values in text_sample.labels.items()
+                for label_name, label_values in packed_sample.labels.items()
             }
             shard_sample = ShardSample(
-                text_sample.facts,
-                text_sample.token_ids[kept_positions],
+                packed_sample.facts,
+                packed_sample.token_ids[kept_positions],
                 kept_positions,
-                kept_labels,
+                kept_values_by_label_name,
             )
             values_by_hook_key = {}
             for hook_key, hook in self._hook_by_key.items():
                 values_by_hook_key[hook_key] = hook.for_shard(
-                    activations[hook_key][index_of_kept_values]
+                    activations[hook_key][index_into_activations]
                 )
             self._shard_writer.add(shard_sample, values_by_hook_key, placement.mark)
 

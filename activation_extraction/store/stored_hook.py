@@ -55,8 +55,8 @@ Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
 FLOAT32: np.dtype = np.dtype(np.float32)
 SLICE_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
-# Largest number of attention sinks of a shard, and also of its other tokens, whose encoding errors
-# are measured. Measuring decodes the tokens again, which takes time.
+# Encoding errors are measured on at most this many attention sinks of a shard, and on at most as
+# many of its other tokens, because measuring decodes the tokens again, which takes time.
 MAX_MEASURED_TOKENS = 1024
 # Number of integers or features of a sample that may differ even if the sample is very short. If,
 # for example, the router's scores of two experts are nearly equal, a small error can reverse their
@@ -338,7 +338,7 @@ class StoredHook(ABC):
         """
 
     @abstractmethod
-    def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
+    def expected_dtypes_and_shapes(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         """Returns the dtypes and shapes that the tensors of a safetensors shard must have.
 
         Readers check the tensors of this hook with them. Tensors whose shape does not follow from
@@ -446,9 +446,9 @@ class DenseHook(StoredHook):
         concatenated_values = np.concatenate(samples)
         positions_of_summed_tokens = np.concatenate(positions)
         if self.meaning == "loss":
-            has_loss_by_token = self._has_loss(concatenated_values, positions_of_summed_tokens)
-            concatenated_values = concatenated_values[has_loss_by_token]
-            positions_of_summed_tokens = positions_of_summed_tokens[has_loss_by_token]
+            loss_mask = self._loss_mask(concatenated_values, positions_of_summed_tokens)
+            concatenated_values = concatenated_values[loss_mask]
+            positions_of_summed_tokens = positions_of_summed_tokens[loss_mask]
         return sums_of(
             concatenated_values.__getitem__,
             concatenated_values.shape[1],
@@ -456,7 +456,7 @@ class DenseHook(StoredHook):
         )
 
     @staticmethod
-    def _has_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _loss_mask(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Returns a mask of the tokens that have a loss, bool (tokens,).
 
         The first token of a sample has a loss only if its value is not NaN. Every other token is in
@@ -486,7 +486,7 @@ class DenseHook(StoredHook):
     def min_token_bytes(self) -> int:
         return token_bytes(self.width, self.stored_dtype)
 
-    def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
+    def expected_dtypes_and_shapes(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         return {self.name: (self.user_dtype, (tokens, self.width))}
 
     def begin_rows(
@@ -512,9 +512,11 @@ class DenseHook(StoredHook):
                     f"(allowed: {max_difference_count})"
                 )
         elif self.meaning == "loss":
-            has_loss = self._has_loss(stored, positions) | self._has_loss(recomputed, positions)
+            loss_mask = self._loss_mask(stored, positions) | self._loss_mask(recomputed, positions)
             max_relative_error = tolerance.computing_error
-            yield from _norm_difference(stored[has_loss], recomputed[has_loss], max_relative_error)
+            yield from _norm_difference(
+                stored[loss_mask], recomputed[loss_mask], max_relative_error
+            )
         elif self.meaning == "numbers":
             # Numbers such as entropies are stored in the dtype in which they are computed, so no
             # rounding error is added.
@@ -557,31 +559,33 @@ class Float8Hook(StoredHook):
         self, samples: list[np.ndarray], positions: Sequence[np.ndarray], threads: Executor
     ) -> tuple[list[Float8Array], ErrorByTokenKind]:
         sample_offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
-        is_sink_token = np.concatenate(positions) == 0
-        is_measured_token = _evenly_chosen(is_sink_token) | _evenly_chosen(~is_sink_token)
+        sink_token_mask = np.concatenate(positions) == 0
+        measured_token_mask = _evenly_chosen(sink_token_mask) | _evenly_chosen(~sink_token_mask)
 
         def encode_slice(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
             offsets_of_slice = sample_offsets[sample_slice.start : sample_slice.stop + 1]
-            start_token, stop_token = offsets_of_slice[[0, -1]]
-            slice_activations = np.concatenate(samples[sample_slice])
-            encoded_values = Float8Array.of(slice_activations)
-            is_measured_token_in_slice = is_measured_token[start_token:stop_token]
-            decoded_values = encoded_values[is_measured_token_in_slice].decode()
+            start_token_index, stop_token_index = offsets_of_slice[[0, -1]]
+            activations_of_slice = np.concatenate(samples[sample_slice])
+            encoded_values = Float8Array.of(activations_of_slice)
+            measured_mask_of_slice = measured_token_mask[start_token_index:stop_token_index]
+            decoded_values = encoded_values[measured_mask_of_slice].decode()
             token_errors = relative_errors(
-                slice_activations[is_measured_token_in_slice], decoded_values
+                activations_of_slice[measured_mask_of_slice], decoded_values
             )
-            return encoded_values.split(offsets_of_slice[1:-1] - start_token), token_errors
+            return encoded_values.split(offsets_of_slice[1:-1] - start_token_index), token_errors
 
         encoded_samples: list[Float8Array] = []
-        errors_by_slice: list[np.ndarray] = []
-        for encoded_slice_samples, slice_errors in threads.map(encode_slice, slices_of(samples)):
+        errors_of_slices: list[np.ndarray] = []
+        for encoded_slice_samples, encoding_errors_of_slice in threads.map(
+            encode_slice, slices_of(samples)
+        ):
             encoded_samples += encoded_slice_samples
-            errors_by_slice.append(slice_errors)
-        measured_errors = np.concatenate(errors_by_slice)
-        is_measured_sink = is_sink_token[is_measured_token]
+            errors_of_slices.append(encoding_errors_of_slice)
+        measured_errors = np.concatenate(errors_of_slices)
+        sink_mask_of_measured_tokens = sink_token_mask[measured_token_mask]
         return encoded_samples, {
-            "sinks": EncodingError.of(measured_errors[is_measured_sink]),
-            "others": EncodingError.of(measured_errors[~is_measured_sink]),
+            "sinks": EncodingError.of(measured_errors[sink_mask_of_measured_tokens]),
+            "others": EncodingError.of(measured_errors[~sink_mask_of_measured_tokens]),
         }
 
     def sums(self, samples: Sequence[Float8Array], positions: Sequence[np.ndarray]) -> Sums:
@@ -615,7 +619,7 @@ class Float8Hook(StoredHook):
     def min_token_bytes(self) -> int:
         return token_bytes(self.width, FLOAT8)
 
-    def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
+    def expected_dtypes_and_shapes(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         return {
             self.name: (VALUE_DTYPE, (tokens, self.width)),
             self.name + SCALE: (SCALE_DTYPE, (tokens, 1)),
@@ -681,8 +685,10 @@ class CodeHook(StoredHook):
 
     @staticmethod
     def _sums_of_sample(codes: Codes, positions: np.ndarray) -> SumsOfCodes:
-        is_sink_token = positions == 0
-        return SumsOfCodes(CodeSums.of(codes, is_sink_token), CodeSums.of(codes, ~is_sink_token))
+        sink_token_mask = positions == 0
+        return SumsOfCodes(
+            CodeSums.of(codes, sink_token_mask), CodeSums.of(codes, ~sink_token_mask)
+        )
 
     def tensors(self, samples: Sequence[Codes]) -> dict[str, list[np.ndarray]]:
         concatenated_codes = Codes.concatenate(samples)
@@ -697,10 +703,10 @@ class CodeHook(StoredHook):
         }
 
     def from_record(self, record: Mapping[str, Any]) -> Codes:
-        code_arrays = {
+        array_by_field_name = {
             field_name: np.asarray(record[array_name]) for array_name, field_name in ARRAYS.items()
         }
-        sample_codes = Codes(**code_arrays, features=record["shape"][1])
+        sample_codes = Codes(**array_by_field_name, features=record["shape"][1])
         first_offset, last_offset = sample_codes.indptr[[0, -1]].tolist()
         distinct_entry_counts = {last_offset, len(sample_codes.indices), len(sample_codes.data)}
         are_offsets_ascending = (np.diff(sample_codes.indptr) >= 0).all()
@@ -716,7 +722,7 @@ class CodeHook(StoredHook):
     def min_token_bytes(self) -> int:
         return code_bytes(0, self.stored_dtype)
 
-    def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
+    def expected_dtypes_and_shapes(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         return {
             f"{self.name}.offsets": (np.dtype(np.int64), (tokens + 1,)),
             f"{self.name}.error": (FLOAT32, (tokens,)),
@@ -740,10 +746,11 @@ class CodeHook(StoredHook):
         wait_for_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
-            # Index of each token's first feature among the features that are read.
-            token_offsets_in_read_features = token_offsets - first_value_index
+            # Index of each token's first feature among the features that are read. One more item at
+            # the end is the number of these features.
+            relative_token_offsets = token_offsets - first_value_index
             row_codes = Codes(
-                token_offsets_in_read_features,
+                relative_token_offsets,
                 wait_for_feature_ids(),
                 wait_for_feature_values(),
                 wait_for_error_rows(),
@@ -780,17 +787,19 @@ class CodeHook(StoredHook):
         common_flat_indices, indices_in_stored, indices_in_recomputed = np.intersect1d(
             stored_flat_indices, recomputed_flat_indices, assume_unique=True, return_indices=True
         )
-        stored_feature_count = len(stored_flat_indices)
+        # A pair is a token and a feature that is active at this token.
+        stored_pair_count = len(stored_flat_indices)
         difference_count = (
-            stored_feature_count + len(recomputed_flat_indices) - 2 * len(common_flat_indices)
+            stored_pair_count + len(recomputed_flat_indices) - 2 * len(common_flat_indices)
         )
-        max_difference_count = tolerance.max_different_numbers(stored_feature_count)
+        max_difference_count = tolerance.max_different_numbers(stored_pair_count)
         if difference_count > max_difference_count:
             yield (
-                f"{difference_count} of its {stored_feature_count} features differ "
+                f"{difference_count} of its {stored_pair_count} features differ "
                 f"(allowed: {max_difference_count})"
             )
-        compared_arrays = {
+        # Name of a quantity -> its stored array and its recomputed array.
+        array_pair_by_quantity = {
             "values": (stored.data[indices_in_stored], recomputed.data[indices_in_recomputed]),
             "norms": (stored.norm, recomputed.norm),
             "errors": (_root(stored.error), _root(recomputed.error)),
@@ -799,7 +808,7 @@ class CodeHook(StoredHook):
         # activation add errors: the product of the activation and the encoder's weights, and the
         # difference between the activation and its reconstruction.
         max_relative_error = 2 * tolerance.activation_error
-        for quantity_name, (stored_array, recomputed_array) in compared_arrays.items():
+        for quantity_name, (stored_array, recomputed_array) in array_pair_by_quantity.items():
             relative_error = _relative_error(stored_array, recomputed_array)
             if not relative_error <= max_relative_error:
                 yield (
@@ -853,10 +862,10 @@ def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
         A mask of the chosen tokens, bool (tokens,).
     """
     indices_of_tokens_in_mask = np.flatnonzero(mask)
-    interval = max(math.ceil(len(indices_of_tokens_in_mask) / MAX_MEASURED_TOKENS), 1)
-    is_chosen_token = np.zeros(len(mask), bool)
-    is_chosen_token[indices_of_tokens_in_mask[::interval]] = True
-    return is_chosen_token
+    token_stride = max(math.ceil(len(indices_of_tokens_in_mask) / MAX_MEASURED_TOKENS), 1)
+    chosen_token_mask = np.zeros(len(mask), bool)
+    chosen_token_mask[indices_of_tokens_in_mask[::token_stride]] = True
+    return chosen_token_mask
 
 
 def _root(squares: np.ndarray) -> np.ndarray:
