@@ -165,7 +165,7 @@ def measure_reader(
         "-P",
         str(READER_SCRIPT),
         f"gs://{BUCKET}/{folder}",
-        scenario.run.read_hook,
+        scenario.run.name_of_read_hook,
     ]
     reader_command += [
         "--options",

@@ -44,14 +44,14 @@ class Instruction(NamedTuple):
         name: Name of the instruction, with its leading "%".
         result: Text of the result's dtype, shape and layout, or of a tuple of such arrays.
         opcode: Opcode, such as "fusion".
-        operands: Names of the instructions whose results are the operands, in order.
+        operand_names: Names of the instructions whose results are the operands, in order.
         line: Whole text of the instruction, with its attributes.
     """
 
     name: str
     result: str
     opcode: str
-    operands: list[str]
+    operand_names: list[str]
     line: str
 
     @property
@@ -115,9 +115,9 @@ class Move(NamedTuple):
         source: Name of the operation in JAX (see `Instruction.source`).
         hbm_bytes: Bytes that the instruction reads from HBM and writes to it.
         sent_bytes: Bytes that the instruction sends to other chips.
-        is_hidden: Whether matrix products or kernels run while the instruction sends. They either
-            stand between the start and the end of an asynchronous collective, or the collective and
-            a product are fused into this instruction.
+        is_overlapped: Whether matrix products or kernels run while the instruction sends. They
+            either stand between the start and the end of an asynchronous collective, or the
+            collective and a product are fused into this instruction.
         axes: Mesh axes along which the instruction sends.
         flops: Floating-point operations of the instruction's own matrix products, and of products
             that run while it sends. Pallas kernels are not included.
@@ -128,7 +128,7 @@ class Move(NamedTuple):
     source: str
     hbm_bytes: int
     sent_bytes: int = 0
-    is_hidden: bool = False
+    is_overlapped: bool = False
     axes: tuple[str, ...] = ()
     flops: float = 0.0
 
@@ -155,7 +155,7 @@ class ProgramText:
         computations: Computation name -> its instructions in order.
         instruction_by_name: Instruction name -> instruction, for all computations.
         text: Text of the compiled program.
-        mesh: Mesh axis -> size. Device numbers change slowest along the first axis.
+        size_by_mesh_axis: Mesh axis -> size. Device numbers change slowest along the first axis.
         fractions_of_layer_types: For each type of layer, the fraction of the model's layers that
             have this type, in the order of the branches of the conditional that chooses the type.
     """
@@ -163,7 +163,7 @@ class ProgramText:
     def __init__(
         self,
         text: str,
-        mesh: Mapping[str, int] | None = None,
+        size_by_mesh_axis: Mapping[str, int] | None = None,
         fractions_of_layer_types: Sequence[float] = (),
         count_kernel_passes: CountKernelPasses = lambda _name, _shapes: None,
     ) -> None:
@@ -171,7 +171,8 @@ class ProgramText:
 
         Args:
             text: The text of the compiled program.
-            mesh: Mesh axis -> size. None to leave out the mesh axes of collectives.
+            size_by_mesh_axis: Mesh axis -> size. Device numbers change slowest along the first
+                axis. None to leave out the mesh axes of collectives.
             fractions_of_layer_types: For each type of layer, the fraction of the model's layers
                 that have this type, in the order of the branches of the conditional that chooses
                 the type. Empty if the program has no such conditional.
@@ -179,7 +180,7 @@ class ProgramText:
                 writes its arrays (see `CountKernelPasses`).
         """
         self.text = text
-        self.mesh = dict(mesh or {})
+        self.size_by_mesh_axis = dict(size_by_mesh_axis or {})
         self.fractions_of_layer_types = fractions_of_layer_types
         self._count_kernel_passes = count_kernel_passes
         # On v6e, sorting is a computation with its own execution thread, which the last line of the
@@ -266,24 +267,24 @@ class ProgramText:
             A move for each instruction that reads or writes HBM or sends to other chips.
         """
         moves: list[Move] = []
-        # Key of a collective in flight -> index in `moves` of the instruction that starts it.
-        move_index_by_channel: dict[str, int] = {}
+        # Key of a collective in flight -> index in `moves` of the move that starts it.
+        index_of_starting_move_by_channel: dict[str, int] = {}
         for instruction in self._without_free_instructions(computation):
-            counted_channels = {*channels_in_flight, *move_index_by_channel}
+            counted_channels = {*channels_in_flight, *index_of_starting_move_by_channel}
             moves_of_instruction = self._moves_of_nested(computation, instruction, counted_channels)
             if moves_of_instruction is None:
                 moves_of_instruction = [self._move(instruction, counted_channels)]
                 for channel in self._started_channels(instruction):
-                    move_index_by_channel[channel] = len(moves)
+                    index_of_starting_move_by_channel[channel] = len(moves)
                 for channel in self._awaited_channels(instruction):
-                    move_index_by_channel.pop(channel, None)
+                    index_of_starting_move_by_channel.pop(channel, None)
             if any(move.kind in ("product", "kernel") for move in moves_of_instruction):
-                for move_index in move_index_by_channel.values():
-                    overlapping_flops = moves[move_index].flops + sum(
+                for index_of_starting_move in index_of_starting_move_by_channel.values():
+                    overlapping_flops = moves[index_of_starting_move].flops + sum(
                         move.flops for move in moves_of_instruction
                     )
-                    moves[move_index] = moves[move_index]._replace(
-                        is_hidden=True, flops=overlapping_flops
+                    moves[index_of_starting_move] = moves[index_of_starting_move]._replace(
+                        is_overlapped=True, flops=overlapping_flops
                     )
             moves += moves_of_instruction
         return [move for move in moves if move.hbm_bytes or move.sent_bytes]
@@ -375,7 +376,7 @@ class ProgramText:
         `_started_channels` describes the keys.
         """
         if instruction.opcode.endswith("-done"):
-            return self._started_channels(self.instruction_by_name[instruction.operands[0]])
+            return self._started_channels(self.instruction_by_name[instruction.operand_names[0]])
         instruction_and_callees = self._with_called(instruction)
         if any(
             "AsyncCollectiveDone" in instruction_or_callee.line
@@ -435,8 +436,10 @@ class ProgramText:
             instruction.source,
             hbm_bytes,
             sent_bytes,
-            is_hidden=sent_bytes > 0 and instruction_kind == "product",
-            axes=tuple(mesh_axis for mesh_axis in self.mesh if mesh_axis in sending_axes),
+            is_overlapped=sent_bytes > 0 and instruction_kind == "product",
+            axes=tuple(
+                mesh_axis for mesh_axis in self.size_by_mesh_axis if mesh_axis in sending_axes
+            ),
             flops=sum(
                 self._flops(instruction_or_callee)
                 for instruction_or_callee in instruction_and_callees
@@ -456,10 +459,10 @@ class ProgramText:
             None for the kernel, which then counts like any other instruction.
         """
         result_texts_of_operands = [
-            self.instruction_by_name[operand_name].result for operand_name in kernel.operands
+            self.instruction_by_name[operand_name].result for operand_name in kernel.operand_names
         ]
-        # An operand or the result of the kernel may be no array, but for example a token. ARRAY
-        # then matches nothing in its text.
+        # An operand or the result of the kernel may be no array, but for example a token of XLA,
+        # which determines the order of side effects. ARRAY then matches nothing in its text.
         array_matches_or_none = [
             ARRAY.search(result_text) for result_text in (*result_texts_of_operands, kernel.result)
         ]
@@ -492,7 +495,10 @@ class ProgramText:
             return 0.0
         result_texts = (
             product.result,
-            *(self.instruction_by_name[operand_name].result for operand_name in product.operands),
+            *(
+                self.instruction_by_name[operand_name].result
+                for operand_name in product.operand_names
+            ),
         )
         return 2 * math.prod(_element_count(result_text) for result_text in result_texts) ** 0.5
 
@@ -501,16 +507,18 @@ class ProgramText:
 
         They are the axes on which devices of the same group have different coordinates.
         """
-        if not self.mesh:
+        if not self.size_by_mesh_axis:
             return []
         # One array for each mesh axis: the coordinate of each device on this axis. The arrays have
         # the shape (groups of the collective, devices of a group).
         device_coordinates_of_axes = np.unravel_index(
-            device_groups(collective.line), [*self.mesh.values()]
+            device_groups(collective.line), [*self.size_by_mesh_axis.values()]
         )
         return [
             axis
-            for axis, axis_coordinates in zip(self.mesh, device_coordinates_of_axes, strict=True)
+            for axis, axis_coordinates in zip(
+                self.size_by_mesh_axis, device_coordinates_of_axes, strict=True
+            )
             if (axis_coordinates != axis_coordinates[:, :1]).any()
         ]
 
@@ -555,12 +563,12 @@ class ProgramText:
                 are not counted again.
         """
         num_read_bytes = 0
-        for operand_position, operand_name in enumerate(instruction.operands):
+        for operand_index, operand_name in enumerate(instruction.operand_names):
             array_match = ARRAY.match(self.instruction_by_name[operand_name].result)
-            if array_match and operand_name not in instruction.operands[:operand_position]:
+            if array_match and operand_name not in instruction.operand_names[:operand_index]:
                 operand_bytes = _padded_hbm_bytes(array_match)
                 num_read_bytes += self._operand_bytes_read(
-                    instruction, operand_position, operand_bytes, [], counted_names
+                    instruction, operand_index, operand_bytes, [], counted_names
                 )
         return num_read_bytes
 
@@ -596,13 +604,15 @@ class ProgramText:
         # A bitcast only renames its operand, so the instructions that use the bitcast read it. But
         # if the bitcast is the result (ROOT) of a fusion, no other instruction in the fusion uses
         # it, so all bytes of the operand count as read. A call or a fusion does not read its
-        # operands itself either: the instructions of its computation read them.
+        # operands itself either: the instructions of its computation read them. The reading
+        # instructions name the operand by an alias: the name of the bitcast, or the name of a
+        # parameter of the computation.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
             possibly_reading_instructions = siblings
-            operand_name_in_readers = instruction.name
+            operand_alias = instruction.name
         elif instruction.calls:
             possibly_reading_instructions = self.computations[instruction.calls]
-            operand_name_in_readers = next(
+            operand_alias = next(
                 called_instruction.name
                 for called_instruction in possibly_reading_instructions
                 if f" parameter({position})" in called_instruction.line
@@ -611,11 +621,13 @@ class ProgramText:
             return operand_bytes
         num_read_bytes = 0
         for reading_instruction in possibly_reading_instructions:
-            for position_in_reader, operand_name in enumerate(reading_instruction.operands):
-                if operand_name == operand_name_in_readers:
+            for operand_index_in_reader, operand_name in enumerate(
+                reading_instruction.operand_names
+            ):
+                if operand_name == operand_alias:
                     num_read_bytes += self._operand_bytes_read(
                         reading_instruction,
-                        position_in_reader,
+                        operand_index_in_reader,
                         operand_bytes,
                         possibly_reading_instructions,
                         counted_names,
@@ -641,14 +653,16 @@ class ProgramText:
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
             # The result of an all-gather-start or collective-permute-start begins with its
             # operands, which are not written.
-            result_array_matches = result_array_matches[len(instruction.operands) :]
+            result_array_matches = result_array_matches[len(instruction.operand_names) :]
         num_written_bytes = 0
         for result_index, result_array_match in enumerate(result_array_matches):
             if str(result_index) not in aliased_result_index_texts:
                 num_written_bytes += _padded_hbm_bytes(result_array_match)
         for instruction_or_callee in self._with_called(instruction):
             if instruction_or_callee.opcode == "dynamic-update-slice":
-                update_instruction = self.instruction_by_name[instruction_or_callee.operands[1]]
+                update_instruction = self.instruction_by_name[
+                    instruction_or_callee.operand_names[1]
+                ]
                 num_written_bytes -= _unpadded_bytes(
                     instruction_or_callee.result
                 ) - _unpadded_bytes(update_instruction.result)
@@ -661,10 +675,10 @@ class ProgramText:
             done_instruction: The instruction that ends the copy. If it ends a collective instead,
                 the result is 0, because the bytes of a collective count at its start.
         """
-        start_instruction = self.instruction_by_name[done_instruction.operands[0]]
+        start_instruction = self.instruction_by_name[done_instruction.operand_names[0]]
         if self._started_channels(start_instruction):
             return 0
-        source_instruction = self.instruction_by_name[start_instruction.operands[0]]
+        source_instruction = self.instruction_by_name[start_instruction.operand_names[0]]
         num_arrays_in_hbm = sum(
             OTHER_MEMORY not in instruction.result
             for instruction in (done_instruction, source_instruction)
@@ -685,9 +699,9 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     result_array_matches = [*ARRAY.finditer(collective.result)]
     if opcode in ("all-gather-start", "collective-permute-start"):
         # The result of an all-gather-start or collective-permute-start consists of the operands,
-        # as many received arrays, and sometimes synchronisation flags. Only the received arrays
-        # count.
-        num_operands = len(collective.operands)
+        # one received array for each operand, and sometimes synchronisation flags. Only the
+        # received arrays count.
+        num_operands = len(collective.operand_names)
         result_array_matches = result_array_matches[num_operands : 2 * num_operands]
     result_bytes = sum(
         _bytes_of_elements(result_array_match) for result_array_match in result_array_matches

@@ -69,7 +69,8 @@ BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)
 LENGTH = 2048
 # The messages of a conversation: the role of a message, and the median number of its tokens.
 TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8
-# The default milliseconds for which the bucket's server waits before each answer.
+# The default latencies in milliseconds, which are measured one after the other. The latency is the
+# time for which the bucket's server waits before each answer.
 LATENCIES_MS = 0.0, 10.0, 30.0, 100.0
 # The latency in milliseconds at which training is measured. It is not measured at other latencies,
 # because training takes long.
@@ -97,12 +98,12 @@ class Run(NamedTuple):
 
     @property
     def hook_names(self) -> list[str]:
-        """The names of the hooks."""
+        """The names of the hooks whose activations the run stores."""
         return [f"blocks.{layer}.hook_resid_post" for layer in range(self.num_hooks)]
 
     @property
-    def read_hook(self) -> str:
-        """The name of the hook that is read: the middle one of the run's hooks."""
+    def name_of_read_hook(self) -> str:
+        """The name of the hook whose activations are read: the middle one of `hook_names`."""
         return self.hook_names[self.num_hooks // 2]
 
     @property
@@ -178,12 +179,12 @@ class Run(NamedTuple):
         sample_facts = SampleFacts(sample_number, {"file": "0.jsonl", "line": sample_number})
         sample = Sample(sample_facts, token_ids, Mark(sample_number), labels_of_tokens)
         slice_starts = rng.integers(len(value_pool) - sample_length, size=self.num_hooks)
-        activations: dict[int | str, np.ndarray] = {
+        activations_by_hook_name: dict[int | str, np.ndarray] = {
             hook_name: value_pool[None, slice_start : slice_start + sample_length]
             for hook_name, slice_start in zip(self.hook_names, slice_starts, strict=True)
         }
         (batch,) = pack([sample], 1, sample_length)
-        storage.add_batch(batch, activations)
+        storage.add_batch(batch, activations_by_hook_name)
 
 
 def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
@@ -438,9 +439,9 @@ def scenarios(
 
     def batches_of(run: Run, **options: Any) -> Scenario:
         def prepare() -> Callable[[], int]:
-            dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.read_hook])
+            dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.name_of_read_hook])
             return lambda: bytes_of(
-                dataset.batches(BATCH, **options), lambda batch: [batch[run.read_hook]]
+                dataset.batches(BATCH, **options), lambda batch: [batch[run.name_of_read_hook]]
             )
 
         return Scenario([run], prepare)
@@ -449,12 +450,16 @@ def scenarios(
         paired_runs = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (plain, larger_shards)))
         batches = paired_runs.batches(BATCH, shuffle=0)
         return lambda: bytes_of(
-            batches, lambda batch: [batch.first[plain.read_hook], batch.second[plain.read_hook]]
+            batches,
+            lambda batch: [
+                batch.first[plain.name_of_read_hook],
+                batch.second[plain.name_of_read_hook],
+            ],
         )
 
     def training() -> Callable[[], int]:
         dataset = ActivationDataset(f"gs://{BUCKET}/{plain.folder}")
-        return lambda: train(dataset, plain.read_hook, features)
+        return lambda: train(dataset, plain.name_of_read_hook, features)
 
     return {
         "one hook of one, shuffled": batches_of(plain, shuffle=0),
@@ -502,20 +507,20 @@ def measure(
     def rate_in_other_process(read: Callable[..., int], readers: int, max_bytes: int) -> Rate:
         file_ranges = []
         for run in scenario.runs:
-            file_ranges += ranges_of_hook(root / run.folder, run.read_hook, max_bytes)
+            file_ranges += ranges_of_hook(root / run.folder, run.name_of_read_hook, max_bytes)
         # The first pass is not measured, because the first pass of the scenario is not, either.
         single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
         return single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
 
-    rate_of_bare_reader = rate_in_other_process(read_by_obstore, *BARE)
-    rate_of_reader_of_16_ranges = rate_in_other_process(read_by_obstore, *OF_16)
-    rate_of_socket_reader = rate_in_other_process(read_by_sockets, *BARE)
+    bare_reader_rate = rate_in_other_process(read_by_obstore, *BARE)
+    sixteen_ranges_reader_rate = rate_in_other_process(read_by_obstore, *OF_16)
+    socket_reader_rate = rate_in_other_process(read_by_sockets, *BARE)
     # The first pass over the runs is not measured, because buffers may be allocated in it.
     read_first_pass = scenario.prepare()
     read_first_pass()
     read_second_pass = scenario.prepare()
     server_totals_before_second_pass = counts(address)
-    rate_of_scenario = rate_of(read_second_pass)
+    scenario_rate = rate_of(read_second_pass)
     server_totals_after_second_pass = counts(address)
     num_requests = (
         server_totals_after_second_pass.requests - server_totals_before_second_pass.requests
@@ -524,19 +529,19 @@ def measure(
         server_totals_after_second_pass.bytes - server_totals_before_second_pass.bytes
     )
     return {
-        "bare": rate_of_bare_reader.mb_per_second,
-        "of_16": rate_of_reader_of_16_ranges.mb_per_second,
-        "sockets": rate_of_socket_reader.mb_per_second,
-        "read": rate_of_scenario.mb_per_second,
-        "share": rate_of_scenario.mb_per_second / rate_of_bare_reader.mb_per_second,
-        "share_of_16": rate_of_scenario.mb_per_second / rate_of_reader_of_16_ranges.mb_per_second,
-        "share_of_sockets": rate_of_scenario.mb_per_second / rate_of_socket_reader.mb_per_second,
-        "core_seconds_per_gb_bare": rate_of_bare_reader.cpu_seconds_per_gb,
-        "core_seconds_per_gb_of_16": rate_of_reader_of_16_ranges.cpu_seconds_per_gb,
-        "core_seconds_per_gb_sockets": rate_of_socket_reader.cpu_seconds_per_gb,
-        "core_seconds_per_gb": rate_of_scenario.cpu_seconds_per_gb,
-        "requests_per_gb": num_requests / rate_of_scenario.num_bytes * 1e9,
-        "downloaded": downloaded_bytes / rate_of_scenario.num_bytes,
+        "bare": bare_reader_rate.mb_per_second,
+        "of_16": sixteen_ranges_reader_rate.mb_per_second,
+        "sockets": socket_reader_rate.mb_per_second,
+        "read": scenario_rate.mb_per_second,
+        "share": scenario_rate.mb_per_second / bare_reader_rate.mb_per_second,
+        "share_of_16": scenario_rate.mb_per_second / sixteen_ranges_reader_rate.mb_per_second,
+        "share_of_sockets": scenario_rate.mb_per_second / socket_reader_rate.mb_per_second,
+        "core_seconds_per_gb_bare": bare_reader_rate.cpu_seconds_per_gb,
+        "core_seconds_per_gb_of_16": sixteen_ranges_reader_rate.cpu_seconds_per_gb,
+        "core_seconds_per_gb_sockets": socket_reader_rate.cpu_seconds_per_gb,
+        "core_seconds_per_gb": scenario_rate.cpu_seconds_per_gb,
+        "requests_per_gb": num_requests / scenario_rate.num_bytes * 1e9,
+        "downloaded": downloaded_bytes / scenario_rate.num_bytes,
     }
 
 

@@ -86,28 +86,28 @@ class StepTimes(NamedTuple):
         kernel_seconds: Seconds for all operations of the kernel of gated delta nets
             (`StepPlan.delta_kernel_flops`).
         hbm_seconds: Seconds for reading and writing HBM.
-        hidden_sending_seconds: Seconds for sending while matrix products or kernels run. It may be
-            more than the seconds of these products and kernels.
-        exposed_sending_seconds: Seconds for sending while nothing else runs.
+        overlapped_sending_seconds: Seconds for sending while matrix products or kernels run. It may
+            be more than the seconds of these products and kernels.
+        exposed_sending_seconds: Seconds for sending while no matrix products or kernels run.
     """
 
     product_seconds: float
     kernel_seconds: float
     hbm_seconds: float
-    hidden_sending_seconds: float
+    overlapped_sending_seconds: float
     exposed_sending_seconds: float
 
     @property
     def step_seconds(self) -> float:
         """The duration in seconds of a whole step at the device's peak rates.
 
-        Computing, reading and writing HBM, and sending while the device computes (hidden sending)
-        happen at the same time, so the longest of them counts. The time of sending while nothing
-        else runs (exposed sending) is added.
+        Computing, reading and writing HBM, and sending while the device computes (overlapped
+        sending) happen at the same time, so the longest of them counts. The time of sending while
+        no matrix products or kernels run (exposed sending) is added.
         """
         computing_seconds = self.product_seconds + self.kernel_seconds
         return (
-            max(computing_seconds, self.hbm_seconds, self.hidden_sending_seconds)
+            max(computing_seconds, self.hbm_seconds, self.overlapped_sending_seconds)
             + self.exposed_sending_seconds
         )
 
@@ -121,24 +121,26 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         chip: The peak rates of a chip.
         linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
-    hidden_sending_seconds = exposed_sending_seconds = 0.0
+    overlapped_sending_seconds = exposed_sending_seconds = 0.0
     for transfers in step.transfers_along_axes:
         # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
-        # the model axis.
-        user_axes = {"model" if axis == "query" else axis for axis in transfers.mesh_axes}
-        sending_speed = min(
-            (link_speed(layout, axis, chip, linked) for axis in user_axes),
+        # the model axis, as --mesh_axes does.
+        axis_names_for_users = {
+            "model" if axis == "query" else axis for axis in transfers.mesh_axes
+        }
+        sent_bytes_per_second = min(
+            (link_speed(layout, axis, chip, linked) for axis in axis_names_for_users),
             default=chip.link_bytes_per_second,
         )
-        hidden_sending_seconds += transfers.overlapped_bytes / sending_speed
+        overlapped_sending_seconds += transfers.overlapped_bytes / sent_bytes_per_second
         exposed_sending_seconds += (
             transfers.num_bytes - transfers.overlapped_bytes
-        ) / sending_speed
+        ) / sent_bytes_per_second
     return StepTimes(
         product_seconds=step.flops / chip.flops_per_second,
         kernel_seconds=step.delta_kernel_flops / chip.flops_per_second,
         hbm_seconds=step.hbm_bytes / chip.memory_bytes_per_second,
-        hidden_sending_seconds=hidden_sending_seconds,
+        overlapped_sending_seconds=overlapped_sending_seconds,
         exposed_sending_seconds=exposed_sending_seconds,
     )
 
@@ -179,19 +181,19 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         + encoding_flops_per_token * row_length * num_rows_of_step
     )
     program_text = text_of(program, compiled)
-    entry_moves = program_text.moves(program_text.entry)
+    data_moves_of_step = program_text.moves(program_text.entry)
     # Names of the mesh axes along which a device sends -> number of bytes that it sends. The second
     # dict counts only the bytes that are sent while matrix products or kernels run.
     sent_bytes_by_axes: dict[tuple[str, ...], float] = defaultdict(float)
     overlapped_bytes_by_axes: dict[tuple[str, ...], float] = defaultdict(float)
-    for move in entry_moves:
+    for move in data_moves_of_step:
         if move.sent_bytes:
             sent_bytes_by_axes[move.axes] += move.sent_bytes
-            overlapped_bytes_by_axes[move.axes] += move.sent_bytes * move.is_hidden
+            overlapped_bytes_by_axes[move.axes] += move.sent_bytes * move.is_overlapped
     return StepPlan(
         flops=step_flops / layout.mesh.size,
         delta_kernel_flops=_flops_of_delta_rule(program),
-        hbm_bytes=sum(move.hbm_bytes for move in entry_moves),
+        hbm_bytes=sum(move.hbm_bytes for move in data_moves_of_step),
         transfers_along_axes=tuple(
             Transfers(mesh_axes, sent_bytes_by_axes[mesh_axes], overlapped_bytes_by_axes[mesh_axes])
             for mesh_axes in sent_bytes_by_axes

@@ -6,8 +6,9 @@ r"""Shows what the TPU compiler plans for a layer and for a whole step, for deve
 It compiles the program as a run would, without a TPU, and parses its text (program_text.py). It
 prints a line for each larger instruction of the loop over layers. A line shows the bytes of HBM
 that the instruction reads and writes and, for collectives, the bytes sent, the mesh axes, and
-whether matrix products run meanwhile. Then it prints the bytes of HBM of a whole layer, and their
-ratio to the bytes that move if weights and tokens move only once (see `CostModel.moved_by_layer`).
+"hidden" if matrix products or kernels run meanwhile, otherwise "exposed". Then it prints the bytes
+of HBM of a whole layer, and their ratio to the bytes that move if weights and tokens move only once
+(see `CostModel.moved_by_layer`).
 
 The last line is JSON with the times of a step. The step does not run: the times are its bytes and
 floating-point operations divided by a chip's peak rates.
@@ -15,8 +16,8 @@ floating-point operations divided by a chip's peak rates.
 products_ms        the matrix products that the model needs
 kernel_ms          the matrix products that the kernel of gated delta nets adds
 hbm_ms             reading and writing HBM
-hidden_ms          sending while matrix products run
-exposed_ms         sending while nothing else runs
+hidden_ms          sending while matrix products or kernels run
+exposed_ms         sending while no matrix products or kernels run
 busy               the fraction of the step's time that `products_ms` takes, at best
 tokens_per_second  the tokens that all chips together compute per second, at best
 memory_gb          the memory that each chip needs, in 10^9 bytes
@@ -146,7 +147,7 @@ def times(compiled: Compiled) -> StepTimes:
     return times_of(compiled.step_plan, compiled.program.layout, chip, linked=len(devices))
 
 
-def moved_once(compiled: Compiled) -> float:
+def layer_hbm_bytes_if_moved_once(compiled: Compiled) -> float:
     """Returns the bytes of HBM that a layer on one chip would move if each array moved only once.
 
     The number is the average over all layers.
@@ -195,22 +196,23 @@ def main() -> None:
     )
     mesh_in_words = in_words(compiled_step.model.layout.shape)
     print(f"mesh {mesh_in_words}; a layer on one chip: MB of HBM, MB sent, kind, operation")
-    layer_moves = compiled_step.program_text.moves(compiled_step.program_text.body)
-    for move in sorted(layer_moves, key=lambda move: -move.hbm_bytes):
+    data_moves_of_layer = compiled_step.program_text.moves(compiled_step.program_text.body)
+    for move in sorted(data_moves_of_layer, key=lambda move: -move.hbm_bytes):
         if move.hbm_bytes + move.sent_bytes > MIN_PRINTED_BYTES:
             print_move(move)
-    moved_bytes = sum(move.hbm_bytes for move in layer_moves)
-    bytes_moved_once = moved_once(compiled_step)
+    moved_hbm_bytes = sum(move.hbm_bytes for move in data_moves_of_layer)
+    hbm_bytes_if_moved_once = layer_hbm_bytes_if_moved_once(compiled_step)
     print(
-        f"{moved_bytes / 1e6:8.1f} in all: {moved_bytes / bytes_moved_once:.2f} times the "
-        f"{bytes_moved_once / 1e6:.1f} of weights and tokens that move once"
+        f"{moved_hbm_bytes / 1e6:8.1f} in all: "
+        f"{moved_hbm_bytes / hbm_bytes_if_moved_once:.2f} times the "
+        f"{hbm_bytes_if_moved_once / 1e6:.1f} of weights and tokens that move once"
     )
     step_times = times(compiled_step)
     step_figures = {
         "products_ms": 1e3 * step_times.product_seconds,
         "kernel_ms": 1e3 * step_times.kernel_seconds,
         "hbm_ms": 1e3 * step_times.hbm_seconds,
-        "hidden_ms": 1e3 * step_times.hidden_sending_seconds,
+        "hidden_ms": 1e3 * step_times.overlapped_sending_seconds,
         "exposed_ms": 1e3 * step_times.exposed_sending_seconds,
         "busy": step_times.product_seconds / step_times.step_seconds,
         "tokens_per_second": compiled_step.rows * compiled_step.length / step_times.step_seconds,
@@ -228,18 +230,18 @@ def print_move(move: Move) -> None:
     """Prints a line about an instruction that moves bytes.
 
     The line shows the MB that the instruction reads from HBM and writes to it, the MB that it sends
-    to other chips, the mesh axes along which it sends, whether matrix products run meanwhile, its
-    kind, and the name of its operation in JAX.
+    to other chips, the mesh axes along which it sends, "hidden" if matrix products or kernels run
+    meanwhile or "exposed" if not, its kind, and the name of its operation in JAX.
 
     Args:
         move: The bytes that the instruction moves.
     """
-    sent_in_words = f"{move.sent_bytes / 1e6:8.1f}"
+    sending_text = f"{move.sent_bytes / 1e6:8.1f}"
     if move.sent_bytes:
-        sent_in_words += (
-            f" along {','.join(move.axes)}, {'hidden' if move.is_hidden else 'exposed'}"
+        sending_text += (
+            f" along {','.join(move.axes)}, {'hidden' if move.is_overlapped else 'exposed'}"
         )
-    print(f"{move.hbm_bytes / 1e6:8.1f} {sent_in_words}  {move.kind:10}  {move.source}")
+    print(f"{move.hbm_bytes / 1e6:8.1f} {sending_text}  {move.kind:10}  {move.source}")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Case(NamedTuple):
         )
 
     def _records(self, rng: np.random.Generator) -> np.ndarray:
-        """Returns random codes, as one record for each token.
+        """Returns random codes, as one record for each token and hook.
 
         common/codes.py defines the layout of a record.
 
@@ -126,18 +126,18 @@ class Case(NamedTuple):
         Returns:
             The records, int32 (num_hooks, ROWS, LENGTH, numbers per record).
         """
-        token_count = self.num_hooks * ROWS * LENGTH
-        ids_shape = (token_count, CODE_FEATURES)
+        num_records = self.num_hooks * ROWS * LENGTH
+        ids_shape = (num_records, CODE_FEATURES)
         # Each feature is chosen from a range of its own, so that the ids are ascending.
         features_per_range = FEATURES // CODE_FEATURES
         first_ids_of_ranges = np.arange(CODE_FEATURES) * features_per_range
         feature_ids = first_ids_of_ranges + rng.integers(0, features_per_range, ids_shape)
         codes = Codes(
-            indptr=np.arange(token_count + 1) * CODE_FEATURES,
+            indptr=np.arange(num_records + 1) * CODE_FEATURES,
             indices=feature_ids.reshape(-1),
             data=rng.random(feature_ids.size, np.float32),
-            error=1 + rng.random(token_count, np.float32),
-            norm=1 + rng.random(token_count, np.float32),
+            error=1 + rng.random(num_records, np.float32),
+            norm=1 + rng.random(num_records, np.float32),
             features=FEATURES,
         )
         records = codes.records(CODE_FEATURES)
