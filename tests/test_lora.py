@@ -429,7 +429,7 @@ def test_an_adapter_brings_its_own_tokenizer_and_template(
         assert text.tokenizer.encode(said, add_special_tokens=False).ids == due
     assert text.template.source_by_name == {"default": PLAIN if own_template else QWEN3}
     home = f"--lora {lora}" if own_template else f"--model_path {chat_base}"
-    assert text.template.flag_and_path == home
+    assert text.template.flag_with_value == home
     assert (f"tokenizer: that of --lora {lora}" in caplog.text) == own_ids
     assert (f"chat template: that of --lora {lora}" in caplog.text) == own_template
 

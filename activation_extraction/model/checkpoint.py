@@ -19,7 +19,7 @@ from activation_extraction.model import not_read
 from activation_extraction.model.float8 import Float8Format, Scales, float8_format
 from activation_extraction.model.repository import Repository, read_json
 from activation_extraction.model.repository_files import ADAPTER, MODEL
-from activation_extraction.model.tensor_names import text_names
+from activation_extraction.model.tensor_names import tensors_of_language_model
 from activation_extraction.model.weight_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -94,7 +94,7 @@ class Checkpoint(Repository):
         if ADAPTER.config_file_name in self.file_names:
             raise self.adapter_error()
         tensor_names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
-        return text_names(tensor_names_in_files, self.flag_and_path)
+        return tensors_of_language_model(tensor_names_in_files, self.flag_with_value)
 
     def local_tensors(self) -> Collection[str] | None:
         """Returns the names of the language model's tensors if they can be read without a download.
@@ -118,7 +118,7 @@ class Checkpoint(Repository):
         if index_path is None:
             return None
         if SINGLE_FILE in self.file_names:
-            log.info("%s: %s is read, and %s is not", self.flag_and_path, SINGLE_FILE, INDEX_FILE)
+            log.info("%s: %s is read, and %s is not", self.flag_with_value, SINGLE_FILE, INDEX_FILE)
             return None
         return read_index(index_path)
 
@@ -138,10 +138,12 @@ class Checkpoint(Repository):
         """
         name_in_file = self.tensors.get(tensor)
         if name_in_file is None:
-            raise InputError(f"{self.flag_and_path}: tensor {tensor} is missing")
+            raise InputError(f"{self.flag_with_value}: tensor {tensor} is missing")
         weight_file = self.open_weights((self._file_of_tensor or {}).get(name_in_file, SINGLE_FILE))
         if name_in_file not in weight_file.tensors:
-            actual_name_in_file = text_names(weight_file.tensors, weight_file.location).get(tensor)
+            actual_name_in_file = tensors_of_language_model(
+                weight_file.tensors, weight_file.location
+            ).get(tensor)
             raise not_read.tensor_not_in_file(
                 weight_file.location, name_in_file, actual_name_in_file
             )

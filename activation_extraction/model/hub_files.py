@@ -58,7 +58,7 @@ class HubFiles:
             kind: The kind of repository: a model, an adapter or an autoencoder.
         """
         self._repository_name = name
-        self._flag_and_path = f"{kind.flag} {name}"
+        self._flag_with_value = f"{kind.flag} {name}"
         # When the first file is read, its commit replaces this revision, so that all other files
         # are read from the same commit.
         self._revision = revision
@@ -110,7 +110,7 @@ class HubFiles:
         config_path = self.find(self._repository_kind.config_file_name)
         if config_path is None:
             raise not_read.lacks_file(
-                self._flag_and_path, self._repository_kind.config_file_name, self.is_offline
+                self._flag_with_value, self._repository_kind.config_file_name, self.is_offline
             )
         return config_path
 
@@ -122,7 +122,7 @@ class HubFiles:
         """
         return RemoteFiles(
             f"hf://{self._repository_name}@{self.git_commit}",
-            self._flag_and_path,
+            self._flag_with_value,
             self._repository_kind.flag,
         )
 
@@ -142,7 +142,7 @@ class HubFiles:
                 repository lacks it.
         """
         try:
-            with hub_requests(self._flag_and_path):
+            with hub_requests(self._flag_with_value):
                 downloaded_path = hf_hub_download(
                     self._repository_name,
                     name,
@@ -159,18 +159,18 @@ class HubFiles:
                 return None
             cache_is_empty = self._snapshot() is None
             raise not_read.hub_not_reached(
-                self._flag_and_path, self._repository_kind.flag, name, cache_is_empty, error
+                self._flag_with_value, self._repository_kind.flag, name, cache_is_empty, error
             ) from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             if unwritable_cache_message := unwritable_cache(error):
-                raise InputError(f"{self._flag_and_path}: {unwritable_cache_message}") from error
-            raise not_read.hub_error(self._flag_and_path, self._revision, error) from error
+                raise InputError(f"{self._flag_with_value}: {unwritable_cache_message}") from error
+            raise not_read.hub_error(self._flag_with_value, self._revision, error) from error
         # In the hub's cache, the folder that contains the files of a commit is named after it.
         self._revision = Path(downloaded_path.removesuffix(name)).name
         if self.is_offline and not constants.HF_HUB_OFFLINE:
-            log_that_the_cache_is_read(self._flag_and_path, self._revision)
+            log_that_the_cache_is_read(self._flag_with_value, self._revision)
         return Path(downloaded_path)
 
     def _cache_shows_absence(self, name: str) -> bool:
@@ -271,17 +271,17 @@ class HubFiles:
 
 
 @functools.cache
-def log_that_the_cache_is_read(flag_and_path: str, git_commit: str) -> None:
+def log_that_the_cache_is_read(flag_with_value: str, git_commit: str) -> None:
     """Logs a warning, once for each repository, that its files are read from the hub's cache.
 
     Args:
-        flag_and_path: The flag that names the repository and its value, such as `--model_path
+        flag_with_value: The flag that names the repository and its value, such as `--model_path
             org/x`.
         git_commit: The commit on the hub from which the files in the cache come.
     """
     log.warning(
         "%s: the hub cannot be reached; commit %s is read from its cache, %s",
-        flag_and_path,
+        flag_with_value,
         git_commit,
         constants.HF_HUB_CACHE,
     )

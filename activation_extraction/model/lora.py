@@ -25,7 +25,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.model_config import HEAD
 from activation_extraction.model.repository import Repository, read_json
 from activation_extraction.model.repository_files import ADAPTER
-from activation_extraction.model.tensor_names import text_name
+from activation_extraction.model.tensor_names import name_in_language_model
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index
 
 DISABLED: tuple[Any, ...] = (None, False, [], {})  # the values with which a setting is turned off
@@ -113,7 +113,7 @@ class LoraAdapter:
         self.repository = Repository(folder, kind=ADAPTER)
         self._base_checkpoint = base
         self._settings = read_json(self.repository.file(ADAPTER.config_file_name))
-        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file_name}"
+        config_label = f"{self.repository.flag_with_value}: {ADAPTER.config_file_name}"
         for setting_name, supported_values in SUPPORTED_SETTINGS.items():
             setting_value = self._settings.get(setting_name)
             if setting_value not in supported_values:
@@ -150,7 +150,7 @@ class LoraAdapter:
         self._changes_by_tensor: dict[str, list[Change]] = defaultdict(list)
         key_by_suffix_by_module = self._keys_by_module()
         changed_module_names = {
-            text_name(module_path.removesuffix(".weight"))
+            name_in_language_model(module_path.removesuffix(".weight"))
             for module_path in key_by_suffix_by_module
         }
         keeps_head_tied = self._settings.get("ensure_weight_tying")
@@ -160,7 +160,7 @@ class LoraAdapter:
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
         key_by_suffix_by_language_module = {}
         for module_path, key_by_suffix in key_by_suffix_by_module.items():
-            if text_name(module_path) is not None:
+            if name_in_language_model(module_path) is not None:
                 key_by_suffix_by_language_module[module_path] = key_by_suffix
         if not key_by_suffix_by_language_module:
             raise InputError(f"{self._weights_file.location}: has no tensor for the language model")
@@ -173,7 +173,7 @@ class LoraAdapter:
                     tensor_key for tensor_key in unknown_keys if "lm_head" in tensor_key
                 )
                 error_reason = (
-                    f"changes {HEAD}, which {base.flag_and_path} has not; give a base that has it"
+                    f"changes {HEAD}, which {base.flag_with_value} has not; give a base that has it"
                 )
                 raise self._error(head_key, error_reason)
             key_count_in_words = counted(len(unknown_keys), "key")
@@ -186,7 +186,7 @@ class LoraAdapter:
         }
         log.info(
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
-            self.repository.flag_and_path,
+            self.repository.flag_with_value,
             len(changed_tensors),
             len(key_by_suffix_by_module) - len(key_by_suffix_by_language_module),
         )
@@ -214,7 +214,7 @@ class LoraAdapter:
                 f" (and {len(unread_tensors) - 1} more)" if len(unread_tensors) > 1 else ""
             )
             raise InputError(
-                f"{self.repository.flag_and_path}: changes {unread_tensors[0]}, which is in the "
+                f"{self.repository.flag_with_value}: changes {unread_tensors[0]}, which is in the "
                 f"base but is not read{more_tensors_note}"
             )
 
@@ -348,7 +348,7 @@ class LoraAdapter:
                 module changes the same tensor of the base model.
         """
         path = path.replace(".base_layer", "")
-        module_name = str(text_name(path))
+        module_name = str(name_in_language_model(path))
         shape_in_base_model = self._shape(module_name)
         if key_by_suffix.keys() == {""} and shape_in_base_model:
             self._check_shape(key_by_suffix[""], shape_in_base_model)
@@ -542,7 +542,7 @@ class LoraAdapter:
         Raises:
             InputError: If the number or a pattern is unusable.
         """
-        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file_name}"
+        config_label = f"{self.repository.flag_with_value}: {ADAPTER.config_file_name}"
         setting_value: Any = self._settings.get(name)
         try:
             for path_pattern, setting_for_pattern in (

@@ -70,8 +70,10 @@ def choose_mesh(
     - 1d: All devices are along `model`.
     - 2d: The hosts are along `data`, and the devices of each host are along `model`. With a single
       host, `data` has the size 2 if the number of devices is even and at least 8, otherwise 1.
-    - 3d: Two axes have the size 4, and the other devices are along the third axis. If the number of
-      devices is less than 64 or no multiple of 16, the mesh is as for 2d.
+    - 3d: The axes are the axes in --mesh_axes, or `pipeline`, `data` and `model` if --mesh_axes is
+      not given. One of them has the size `devices` / 16: `data` if the mesh has it, otherwise
+      `fsdp` if the mesh has it, otherwise the first axis. The other two axes have the size 4. If
+      the number of devices is less than 64 or no multiple of 16, the mesh is as for 2d.
     - auto: `automatic` chooses the mesh.
 
     Args:
@@ -124,9 +126,9 @@ def _default_2d(devices: int, hosts: int) -> dict[str, int]:
 def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]:
     """Returns the shape of a mesh for `--mesh_type 3d` without --mesh_shape: axis -> its size.
 
-    Two axes have the size 4, and the other devices are along the third axis. The third axis is
-    `data` if the mesh has it, otherwise `fsdp` if the mesh has it, because rows are split along
-    these axes. Otherwise it is the first axis.
+    One axis has the size `devices` / 16, and the other two axes have the size 4. The axis with the
+    size `devices` / 16 is `data` if the mesh has it, otherwise `fsdp` if the mesh has it, because
+    rows are split along these axes. If the mesh has neither of them, it is the first axis.
 
     Args:
         mesh_axes: The value of --mesh_axes. None if it is not given; the axes are then `pipeline`,
@@ -222,7 +224,7 @@ def cheapest_mesh(
     the least memory.
 
     Args:
-        cost_model: The model of the step's cost, which estimates the cost on each mesh.
+        cost_model: The estimator of the cost of a step on any mesh.
         devices: The devices, ordered by host.
         device_memory_bytes: The bytes of memory of each device. None if they are unknown, and then
             all meshes are assumed to fit.
@@ -255,9 +257,10 @@ def cheapest_mesh(
 def _weight_splits(cost: StepCost) -> list[int]:
     """Returns the sizes of the mesh axes along which weights are split: `model`, `expert`, `fsdp`.
 
-    If steps take similar time on several meshes, the mesh with the smallest list is chosen. Lists
-    are compared element by element, so weights are split along `fsdp` rather than along `expert`,
-    and along `expert` rather than along `model`.
+    `cheapest_mesh` compares meshes whose steps take similar time by these lists, and chooses the
+    mesh with the smallest list. Lists are compared element by element. So `cheapest_mesh` chooses
+    the mesh that splits weights least along `model`; among several such meshes, the mesh that
+    splits them least along `expert`; and then the mesh that splits them least along `fsdp`.
 
     Args:
         cost: The cost of a step on a mesh, which contains the layout of the mesh.
@@ -269,7 +272,7 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
     """Returns the cost of a step on each mesh that divides the rows and the widths of the model.
 
     Args:
-        cost_model: The model of the step's cost, which estimates the cost on each mesh.
+        cost_model: The estimator of the cost of a step on any mesh.
         devices: The devices, ordered by host.
 
     Raises:
@@ -284,8 +287,8 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
                 layout, cost_model.num_rows, cost_model.row_length, model_config.sizes
             )
         except InputError as error:
-            has_all_devices_along_model = mesh_shape.get("model", 1) == len(devices)
-            if has_all_devices_along_model and not step_costs:
+            model_axis_has_all_devices = mesh_shape.get("model", 1) == len(devices)
+            if model_axis_has_all_devices and not step_costs:
                 raise InputError(
                     f"--batch_size: the {cost_model.num_rows} rows of all hosts can be split on no "
                     f"mesh: {error}"
@@ -298,10 +301,11 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
 def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
     """Yields the shapes of meshes that divide a step's rows and the model's experts evenly.
 
-    The last shape has all devices along `model`.
+    In the last shape, the axis `model` contains all devices.
 
     Args:
-        cost_model: The model of the step's cost, which contains the rows and the model.
+        cost_model: The estimator of the cost of a step. Only the number of rows in the step and the
+            number of experts in the language model are used.
         devices: The number of devices.
 
     Yields:
@@ -310,10 +314,10 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
     model_config: ModelConfig = cost_model.model.config
     num_experts = 1 if model_config.experts is None else model_config.experts.count
     for model_axis_size, expert_axis_size, fsdp_axis_size in product(_divisors(devices), repeat=3):
-        data_axis_size, remaining_devices = divmod(
+        data_axis_size, remaining_device_count = divmod(
             devices, model_axis_size * expert_axis_size * fsdp_axis_size
         )
-        if remaining_devices or num_experts % expert_axis_size:
+        if remaining_device_count or num_experts % expert_axis_size:
             continue
         if cost_model.num_rows % (data_axis_size * fsdp_axis_size * expert_axis_size):
             continue

@@ -421,11 +421,11 @@ def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: 
             missing fields.
         source: The path of config.json, for messages.
     """
-    outer_config = getattr(hf, "thinker_config", hf)
+    config_with_text_config = getattr(hf, "thinker_config", hf)
     return dataclasses.replace(
-        read(outer_config.text_config, source),
+        read(config_with_text_config.text_config, source),
         model_type=hf.model_type,
-        tie_word_embeddings=bool(outer_config.tie_word_embeddings),
+        tie_word_embeddings=bool(config_with_text_config.tie_word_embeddings),
     )
 
 
@@ -518,7 +518,7 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
         InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
     positive_int_by_key = {}
-    for result_key, config_field_name in fields.items():
+    for key_of_returned_dict, config_field_name in fields.items():
         field_value = getattr(hf, config_field_name)
         if type(field_value) is not int or field_value < 1:
             raise InputError(
@@ -529,7 +529,7 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
                 f"{source}: {config_field_name} is {field_value:.6g}, expected at most "
                 f"{LARGEST_SIZE:,}"
             )
-        positive_int_by_key[result_key] = field_value
+        positive_int_by_key[key_of_returned_dict] = field_value
     return positive_int_by_key
 
 
@@ -618,10 +618,11 @@ def _sliding(
     """
     layer_types = hf.layer_types if hasattr(type(hf), "layer_types") else None
     if layer_types is None:
-        # Either all layers have the window, or no layer has it. In families without
-        # use_sliding_window, transformers ignores the window.
-        has_window_in_all_layers = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
-        layer_types = [SLIDING if has_window_in_all_layers else ATTENTION] * hf.num_hidden_layers
+        # Families without the field layer_types have the same kind of attention in all layers: all
+        # layers have the window, or none has it. Families that also lack the field
+        # use_sliding_window have no window, because transformers ignores sliding_window for them.
+        all_layers_have_window = bool(hasattr(type(hf), "use_sliding_window") and hf.sliding_window)
+        layer_types = [SLIDING if all_layers_have_window else ATTENTION] * hf.num_hidden_layers
     for layer, layer_type in enumerate(layer_types):
         if layer_type not in supported_types:
             raise InputError(
@@ -691,8 +692,10 @@ def _experts_config(hf: Any, source: str, renormalises_routing_weights: bool) ->
     """
     size_by_expert_field = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
-        # For families whose configuration class lacks the field SHARED_WIDTH, a value of the field
-        # in config.json is ignored, as in transformers.
+        # In this family, each layer with experts also has a shared expert, because the family's
+        # configuration class in transformers has the field SHARED_WIDTH. For other families,
+        # `shared_width` stays 0 even if config.json contains the field, because transformers
+        # ignores it.
         size_by_expert_field |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
     if size_by_expert_field["per_token"] > size_by_expert_field["count"]:
         raise InputError(

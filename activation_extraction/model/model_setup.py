@@ -37,7 +37,7 @@ from activation_extraction.model.mesh_choice import (
 )
 from activation_extraction.model.model_config import HEAD, ModelConfig, as_stored
 from activation_extraction.model.step_cost import CostModel
-from activation_extraction.model.tensor_names import text_name
+from activation_extraction.model.tensor_names import name_in_language_model
 from activation_extraction.model.trial import Choice, try_kernels
 from activation_extraction.model.weights import check_tensors, orient_experts
 from qwen2_jax import Qwen2, tensor_names, weight_table
@@ -94,7 +94,8 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
 
     Raises:
         InputError: If the model cannot be read, or if the requested step cannot be computed.
-        RunError: If the device computes wrong numbers with all kernels of a kind.
+        RunError: If, for an operation such as attention, all candidate kernels fail or compute
+            wrong numbers on the device.
     """
     model_options = request.model_options
     if previous is None:
@@ -137,8 +138,8 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         # The adapter may also change tensors that this step need not read: the head, and the layers
         # after the last hook.
         tensor_names_of_model = {HEAD}
-        for spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
-            tensor_names_of_model.update(spec.hf_names)
+        for weight_spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
+            tensor_names_of_model.update(weight_spec.hf_names)
         adapter.check_read(tensor_names_of_model)
     stored_hook_by_key, code_encoders = choose_hooks(request, model_config)
     return Forward(
@@ -164,19 +165,19 @@ def _log_peculiarities(
             tensors.
         model: The model that computes the hooks.
     """
-    flag_and_path = checkpoint.flag_and_path
+    flag_with_value = checkpoint.flag_with_value
     if FAMILIES[config_from_json.model_type].is_multimodal:
         log.info(
             "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",
-            flag_and_path,
+            flag_with_value,
         )
     # An adapter may have added HEAD to the tensors of a model with a tied embedding, as another
     # name of the embedding. Therefore the name in the file tells whether a head is stored.
-    file_contains_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
+    file_contains_head = name_in_language_model(checkpoint.tensors.get(HEAD, "")) == HEAD
     if model.predicts and config_from_json.tie_word_embeddings and file_contains_head:
         log.info(
             "%s: its %s is used, although config.json ties it to the embedding",
-            flag_and_path,
+            flag_with_value,
             HEAD,
         )
     rope = model.config.rope
@@ -184,7 +185,7 @@ def _log_peculiarities(
         log.info(
             "%s: YaRN's attn_factor %s is ignored, as by transformers; vLLM would multiply the "
             "attention factor %s by it",
-            flag_and_path,
+            flag_with_value,
             rope.attn_factor,
             rope.attention_factor,
         )
@@ -230,15 +231,17 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     devices = usable_devices(computing_options.use_data_parallel, request.planned_devices)
     platform = devices[0].platform
     model_dtype, activation_dtype = choose_dtypes(request, platform)
-    computed_hooks, code_encoders = _computed_hooks(request, config)
-    for hook in computed_hooks:
+    hooks_computed_by_model, code_encoders = _model_hooks_and_encoders(request, config)
+    for hook in hooks_computed_by_model:
         _check_bytes_of_a_row(hook, config, row_length, activation_dtype)
     num_hosts = count_hosts(devices)
     num_rows_of_step = num_rows_of_host * num_hosts
 
     def choose_automatically() -> MeshChoice:
         """Chooses the mesh for `--mesh_type auto`, by estimates of the duration of a step."""
-        model = create_model_with_hooks(config, computed_hooks, model_dtype, activation_dtype)
+        model = create_model_with_hooks(
+            config, hooks_computed_by_model, model_dtype, activation_dtype
+        )
         device_memory_bytes = request.device_memory_bytes
         if device_memory_bytes is None:
             device_memory_bytes = memory_of((devices_of_this_host(devices) or devices)[0])
@@ -268,15 +271,15 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         preferred_kernel_by_kernel_field[kernel_field] = next(iter(kernel_by_name.values()))
     kernels = Kernels(**preferred_kernel_by_kernel_field)
     model = create_model_with_hooks(
-        config, computed_hooks, model_dtype, activation_dtype, kernels, layout
+        config, hooks_computed_by_model, model_dtype, activation_dtype, kernels, layout
     )
     return model, host_rows(layout)
 
 
-def _computed_hooks(
+def _model_hooks_and_encoders(
     request: StepRequest, config: ModelConfig
 ) -> tuple[list[Hook], tuple[Encoder, ...]]:
-    """Returns the hooks that the model computes, and the encoders that compute codes.
+    """Returns the hooks whose values the model computes, and the encoders that compute codes.
 
     Args:
         request: The flags and facts that determine the step.
@@ -290,10 +293,10 @@ def _computed_hooks(
     """
     stored_hook_by_key, code_encoders = choose_hooks(request, config)
     hooks_with_codes = {encoder.hook for encoder in code_encoders}
-    computed_hooks = set(stored_hook_by_key.values()) - hooks_with_codes
+    hooks_computed_by_model = set(stored_hook_by_key.values()) - hooks_with_codes
     for encoder in code_encoders:
-        computed_hooks |= {encoder.source_hook, encoder.target_hook}
-    return sorted(computed_hooks), code_encoders
+        hooks_computed_by_model |= {encoder.source_hook, encoder.target_hook}
+    return sorted(hooks_computed_by_model), code_encoders
 
 
 def _check_bytes_of_a_row(
@@ -305,7 +308,8 @@ def _check_bytes_of_a_row(
         hook: Any hook. Only hooks whose width grows with the length of the row are checked.
         config: The configuration of the model.
         length: The number of tokens of the row.
-        activation_dtype: The dtype of stored activations, or FLOAT8.
+        activation_dtype: The dtype of stored activations; the constant FLOAT8 if --activation_dtype
+            is float8.
 
     Raises:
         InputError: If the values of the row take more than MAX_ROW_BYTES.
@@ -330,7 +334,10 @@ def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
         platform: The platform of the devices.
 
     Returns:
-        A tuple of the dtype of the computation, and the dtype of stored activations or FLOAT8.
+        A tuple of:
+            The dtype of the computation.
+            The dtype of stored activations. The constant FLOAT8 takes the place of a dtype if
+                --activation_dtype is float8.
     """
     auto_dtype = "float32" if platform == "cpu" else "bfloat16"
     requested_dtype = request.model_options.dtype

@@ -26,61 +26,61 @@ from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 OTHER_WEIGHTS = re.compile(r"(\w+_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 
 
-def path_is_file(flag_and_path: str) -> InputError:
+def path_is_file(flag_with_value: str) -> InputError:
     """Returns the error about a path that is a file instead of a folder.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path org/x`.
     """
-    return InputError(f"{flag_and_path}: is a file, expected a folder")
+    return InputError(f"{flag_with_value}: is a file, expected a folder")
 
 
-def no_folder_and_no_hub_name(flag_and_path: str) -> InputError:
+def no_folder_and_no_hub_name(flag_with_value: str) -> InputError:
     """Returns the error about a path that is no folder and cannot be a name on the hub.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path org/x`.
     """
     return InputError(
-        f"{flag_and_path}: no such folder, and no possible name on the hub, such as ORG/NAME"
+        f"{flag_with_value}: no such folder, and no possible name on the hub, such as ORG/NAME"
     )
 
 
-def revision_of_a_folder(flag_and_path: str, revision: str) -> InputError:
+def revision_of_a_folder(flag_with_value: str, revision: str) -> InputError:
     """Returns the error about --model_revision for a model that is not on the hub.
 
     Args:
-        flag_and_path: The flag and its value, a folder, such as `--model_path models/qwen`.
+        flag_with_value: The flag and its value, a folder, such as `--model_path models/qwen`.
         revision: The value of --model_revision.
     """
     return InputError(
-        f"--model_revision {revision}: {flag_and_path} is a folder; only models of the hub have "
+        f"--model_revision {revision}: {flag_with_value} is a folder; only models of the hub have "
         "revisions"
     )
 
 
-def lacks_file(flag_and_path: str, name: str, is_offline: bool) -> InputError:
+def lacks_file(flag_with_value: str, name: str, is_offline: bool) -> InputError:
     """Returns the error about a file that a repository lacks.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path org/x`.
         name: The name of the file.
         is_offline: Whether the hub could not be reached, so that only its cache was searched.
     """
     offline_problem = "the hub cannot be reached, and its cache here " if is_offline else ""
-    return InputError(f"{flag_and_path}: {offline_problem}has no {name}")
+    return InputError(f"{flag_with_value}: {offline_problem}has no {name}")
 
 
 def no_weights(
-    flag_and_path: str, weights: str, description: str, names: Collection[str]
+    flag_with_value: str, weights: str, description: str, names: Collection[str]
 ) -> InputError:
     """Returns the error about missing weights, which mentions weights in other formats.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path org/x`.
         weights: The name of the missing file.
-        description: The kind of repository and the library that stores it, such as `model with
-            transformers`.
+        description: The kind of repository and the library that can load its weights and store them
+            in safetensors files, such as `model with transformers`.
         names: The names of all files in the repository.
     """
     safetensors_names = sorted(
@@ -100,45 +100,46 @@ def no_weights(
             f", but {other_weight_files[0]}; only safetensors are read: load the {description} and "
             "store it with save_pretrained"
         )
-    return InputError(f"{flag_and_path}: has no {weights}{weights_remark}")
+    return InputError(f"{flag_with_value}: has no {weights}{weights_remark}")
 
 
-def adapter_in_model(flag_and_path: str, adapter_file: str, base_model: str | None) -> InputError:
+def adapter_in_model(flag_with_value: str, adapter_file: str, base_model: str | None) -> InputError:
     """Returns the error about an adapter in a repository that the user gave as a model.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path org/x`.
         adapter_file: The name of the adapter's configuration file.
         base_model: The name of the base model in this file; None if the file names no base model.
     """
     base_model_clause = f", of {base_model}" if base_model else ""
     return InputError(
-        f"{flag_and_path}: holds an adapter ({adapter_file}{base_model_clause}), which --lora "
+        f"{flag_with_value}: holds an adapter ({adapter_file}{base_model_clause}), which --lora "
         "takes; give its base model alone here"
     )
 
 
-def hub_error(flag_and_path: str, revision: str | None, error: Exception) -> InputError:
+def hub_error(flag_with_value: str, revision: str | None, error: Exception) -> InputError:
     """Returns the error about a request to the hub that failed although the hub can be reached.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path org/x`.
         revision: The revision of the request; None for the main branch.
         error: The error of the request.
     """
     revision_flag = f" --model_revision {revision}" if revision else ""
     return InputError(
-        f"{flag_and_path}{revision_flag}: no such local folder, and the hub says: {one_line(error)}"
+        f"{flag_with_value}{revision_flag}: no such local folder, and the hub says: "
+        f"{one_line(error)}"
     )
 
 
 def hub_not_reached(
-    flag_and_path: str, flag: str, name: str, cache_is_empty: bool, error: Exception
+    flag_with_value: str, flag: str, name: str, cache_is_empty: bool, error: Exception
 ) -> InputError:
     """Returns the error about a file on the hub that is needed while the hub cannot be reached.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path org/x`.
         flag: The flag alone, such as --model_path.
         name: The name of the file.
         cache_is_empty: Whether the hub's cache contains no file of this repository.
@@ -146,8 +147,9 @@ def hub_not_reached(
     """
     if constants.HF_HUB_OFFLINE:
         return InputError(
-            f"{flag_and_path}: no such local folder, and the hub's cache {constants.HF_HUB_CACHE} "
-            "has nothing of it; HF_HUB_OFFLINE=1 forbids requests to the hub"
+            f"{flag_with_value}: no such local folder, and the hub's cache "
+            f"{constants.HF_HUB_CACHE} has nothing of it; HF_HUB_OFFLINE=1 forbids requests to "
+            "the hub"
         )
     hub_problem = f"the hub cannot be reached for {name}"
     if name_unknown(hub_unreachable(constants.ENDPOINT) or error):
@@ -157,7 +159,7 @@ def hub_not_reached(
     )
     cache_remark = ", which has nothing of this repository" if cache_is_empty else ""
     return InputError(
-        f"{flag_and_path}: no such local folder, and {hub_problem}; HF_HUB_OFFLINE=1 "
+        f"{flag_with_value}: no such local folder, and {hub_problem}; HF_HUB_OFFLINE=1 "
         f"{effect_of_hf_hub_offline} ({constants.HF_HUB_CACHE}){cache_remark}"
     )
 

@@ -153,20 +153,23 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
             The indices of the values in the last axis, (B, T, count) int32.
     """
     axis_length = values.shape[-1]
-    num_axis_parts = layout.size(*RULES["head_vocab"])
-    if axis_length % num_axis_parts or axis_length // num_axis_parts < count:
+    num_parts_of_last_axis = layout.size(*RULES["head_vocab"])
+    if axis_length % num_parts_of_last_axis or axis_length // num_parts_of_last_axis < count:
         return lax.top_k(values, count)
     batch_shape = values.shape[:2]
-    values_of_axis_parts = values.reshape(*batch_shape, num_axis_parts, -1)
-    values_of_axis_parts = layout.constrain(
-        values_of_axis_parts, "batch", "sequence", "head_vocab", "one"
+    # The shape is (B, T, parts of the last axis, values in a part).
+    values_in_parts_of_last_axis = values.reshape(*batch_shape, num_parts_of_last_axis, -1)
+    values_in_parts_of_last_axis = layout.constrain(
+        values_in_parts_of_last_axis, "batch", "sequence", "head_vocab", "one"
     )
-    top_values_of_axis_parts, top_indices_of_axis_parts = lax.top_k(values_of_axis_parts, count)
-    top_indices_of_axis_parts += jnp.arange(num_axis_parts)[:, None] * (
-        axis_length // num_axis_parts
+    top_values_in_parts_of_last_axis, top_indices_in_parts_of_last_axis = lax.top_k(
+        values_in_parts_of_last_axis, count
     )
-    candidate_values = top_values_of_axis_parts.reshape(*batch_shape, -1)
-    candidate_indices = top_indices_of_axis_parts.reshape(*batch_shape, -1)
+    top_indices_in_parts_of_last_axis += jnp.arange(num_parts_of_last_axis)[:, None] * (
+        axis_length // num_parts_of_last_axis
+    )
+    candidate_values = top_values_in_parts_of_last_axis.reshape(*batch_shape, -1)
+    candidate_indices = top_indices_in_parts_of_last_axis.reshape(*batch_shape, -1)
     top_values, indices_of_top_candidates = lax.top_k(candidate_values, count)
     return top_values, jnp.take_along_axis(candidate_indices, indices_of_top_candidates, axis=-1)
 

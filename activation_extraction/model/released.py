@@ -81,7 +81,7 @@ def released_config(name: str) -> dict[str, Any] | None:
         name: The name of the model on the hub, such as Qwen/Qwen2.5-7B-Instruct.
 
     Returns:
-        The fields by name. None if the model is not in the table.
+        The fields by name. None if the table of released models (RELEASED) lacks the model.
     """
     model_name = VARIANT.sub("", name.removeprefix("Qwen/"))
     if model_name not in RELEASED:

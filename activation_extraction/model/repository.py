@@ -43,7 +43,8 @@ class Repository:
     Attributes:
         path: The path of a folder, a URL, or a name on the hub, as the user typed it.
         kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
-        flag_and_path: The flag and the path, for messages.
+        flag_with_value: The flag and the path, such as "--model_path org/x", with which messages
+            begin.
         is_local: Whether the repository is a folder on this machine.
     """
 
@@ -69,21 +70,21 @@ class Repository:
         """
         self.path = path
         self.kind = kind
-        self.flag_and_path = f"{kind.flag} {path}"
+        self.flag_with_value = f"{kind.flag} {path}"
         local_folder = Path(os.path.expanduser(path))
         self.is_local = local_folder.is_dir()
         is_url = "://" in path
         if local_folder.is_file():
-            raise not_read.path_is_file(self.flag_and_path)
+            raise not_read.path_is_file(self.flag_with_value)
         if not (self.is_local or is_url or HUB_NAME.fullmatch(path)):
-            raise not_read.no_folder_and_no_hub_name(self.flag_and_path)
+            raise not_read.no_folder_and_no_hub_name(self.flag_with_value)
         if (self.is_local or is_url) and revision is not None:
-            raise not_read.revision_of_a_folder(self.flag_and_path, revision)
+            raise not_read.revision_of_a_folder(self.flag_with_value, revision)
         self._files: RepositoryFiles
         if self.is_local:
             self._files = LocalFiles(local_folder)
         elif is_url:
-            self._files = RemoteFiles(path, self.flag_and_path, kind.flag)
+            self._files = RemoteFiles(path, self.flag_with_value, kind.flag)
         else:
             self._files = HubFiles(path, revision, keep, kind)
         # Name of a weight file -> the opened file.
@@ -139,7 +140,7 @@ class Repository:
             return local_path
         if name == MODEL.config_file_name and self.find(ADAPTER.config_file_name):
             raise self.adapter_error()
-        raise not_read.lacks_file(self.flag_and_path, name, self._files.is_offline)
+        raise not_read.lacks_file(self.flag_with_value, name, self._files.is_offline)
 
     def tokenizer_files(self) -> list[Path]:
         """Returns the local paths of the tokeniser's files that the repository contains.
@@ -170,11 +171,11 @@ class Repository:
                 and not repository_files.is_offline
             ):
                 raise not_read.no_weights(
-                    self.flag_and_path, name, self.kind.description, repository_files.file_names
+                    self.flag_with_value, name, self.kind.description, repository_files.file_names
                 )
             weight_file = repository_files.open_weights(name)
             if weight_file is None:
-                raise not_read.lacks_file(self.flag_and_path, name, repository_files.is_offline)
+                raise not_read.lacks_file(self.flag_with_value, name, repository_files.is_offline)
             self._weight_file_by_name[name] = weight_file
         return self._weight_file_by_name[name]
 
@@ -184,7 +185,7 @@ class Repository:
             "base_model_name_or_path"
         )
         return not_read.adapter_in_model(
-            self.flag_and_path, ADAPTER.config_file_name, base_model_name
+            self.flag_with_value, ADAPTER.config_file_name, base_model_name
         )
 
 

@@ -33,8 +33,8 @@ class RepositoryKind(NamedTuple):
         config_file_name: The name of the configuration file.
         weights_file_name: The name of the file with the weights, if a single file contains all of
             them; "" if this name varies.
-        description: The kind of repository with the library that stores it, for messages, such as
-            "adapter with PEFT".
+        description: The kind of repository, and the library that loads and stores its weights if
+            there is one, in words for messages, such as "adapter with PEFT".
     """
 
     flag: str
@@ -129,16 +129,16 @@ class RemoteFiles:
     git_commit = None
     is_offline = False
 
-    def __init__(self, url: str, flag_and_path: str, flag: str) -> None:
+    def __init__(self, url: str, flag_with_value: str, flag: str) -> None:
         """Stores the URL, without sending a request.
 
         Args:
             url: A URL that fsspec supports.
-            flag_and_path: The flag and its value, for messages.
+            flag_with_value: The flag and its value, for messages.
             flag: The flag without its value, for messages that contain the URL anyway.
         """
         self._url = url
-        self._flag_and_path = flag_and_path
+        self._flag_with_value = flag_with_value
         self._flag = flag
         self._copy_by_file_name: dict[str, Path | None] = {}
 
@@ -179,16 +179,16 @@ class RemoteFiles:
         Raises:
             RunError: If the copy cannot be written.
         """
-        file_bytes = self._folder.read(name)
-        if file_bytes is None:
+        file_content = self._folder.read(name)
+        if file_content is None:
             return None
         try:
             copy_path = self._temporary_folder / name
             copy_path.parent.mkdir(exist_ok=True)  # because `name` may contain a folder
-            copy_path.write_bytes(file_bytes)
+            copy_path.write_bytes(file_content)
         except OSError as error:
             raise RunError(
-                f"{self._flag_and_path}: {name} cannot be copied to the folder for "
+                f"{self._flag_with_value}: {name} cannot be copied to the folder for "
                 f"temporary files: {error.strerror}",
                 remedy="set TMPDIR to another folder",
             ) from error

@@ -38,10 +38,10 @@ class Rope:
         factor: Length of the scaled context divided by the length of the trained context. 1 for
             types without scaling.
         attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
-        blended: First and last value of the range in which a frequency is a mixture of the
-            divided and the undivided frequency. With YaRN, the values are indices of frequencies;
-            with Llama 3.1, numbers of full rotations over the trained context. None for other
-            types.
+        blended: First and last value of the range in which the scaled frequency is a mixture of the
+            original frequency and the original frequency divided by `factor`. With YaRN, the values
+            are indices of frequencies; with Llama 3.1, numbers of full rotations over the trained
+            context. None for other types.
         trained: Number of tokens in the context before scaling, with YaRN and Llama 3.1. 0 for
             other types.
         share: Fraction of a head's dimensions that are rotated, at most 1. The other dimensions
@@ -139,23 +139,25 @@ class Rope:
         if self.blended is None:
             return divided_frequencies
         blend_start, blend_end = self.blended
-        weights_of_undivided_frequencies: np.ndarray
+        # For each frequency, the fraction of the undivided frequency in the mixture of the divided
+        # and the undivided frequency.
+        undivided_fractions_in_mixtures: np.ndarray
         if self.rope_type == "llama3":
             rotations_over_trained_length = (
                 np.float32(self.trained / (2 * math.pi)) * undivided_frequencies
             )
-            weights_of_undivided_frequencies = (rotations_over_trained_length - blend_start) / (
+            undivided_fractions_in_mixtures = (rotations_over_trained_length - blend_start) / (
                 blend_end - blend_start
             )
         else:
             frequency_indices = np.arange(num_rotated_dims // 2, dtype=np.float32)
-            weights_of_undivided_frequencies = 1 - (frequency_indices - blend_start) / (
+            undivided_fractions_in_mixtures = 1 - (frequency_indices - blend_start) / (
                 blend_end - blend_start
             )
-        weights_of_undivided_frequencies = np.clip(weights_of_undivided_frequencies, 0, 1)
+        undivided_fractions_in_mixtures = np.clip(undivided_fractions_in_mixtures, 0, 1)
         return (
-            divided_frequencies * (1 - weights_of_undivided_frequencies)
-            + undivided_frequencies * weights_of_undivided_frequencies
+            divided_frequencies * (1 - undivided_fractions_in_mixtures)
+            + undivided_frequencies * undivided_fractions_in_mixtures
         )
 
 

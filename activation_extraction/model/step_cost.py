@@ -47,7 +47,7 @@ STAND_IN_CHIP = CHIPS["TPU v5e"]
 
 
 class StepCost(NamedTuple):
-    """The cost of a step on a mesh, for each device.
+    """The memory and the time that each device needs for a step on a mesh.
 
     Attributes:
         layout: Layout of the mesh.
@@ -77,7 +77,9 @@ class StepCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Estimates the cost of one step of a model on any mesh without the axis `pipeline`.
+    """Estimates the memory and the time that each device needs for one step of a model.
+
+    The mesh may be any mesh without the axis `pipeline`.
 
     Attributes:
         model: Model with its hooks. The mesh of the model is ignored.
@@ -95,7 +97,7 @@ class CostModel:
     encoders: Sequence[Encoder] = ()
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> StepCost:
-        """Estimates the cost of the step.
+        """Estimates the memory and the time that each device needs for the step.
 
         Args:
             layout: The layout of a mesh without the axis `pipeline`. The mesh may be an abstract
@@ -108,17 +110,17 @@ class CostModel:
         for flop_count, dtype in self._flop_counts_and_dtypes:
             chip_with_speed_for_dtype = at_dtype(chip, dtype, devices[0].platform)
             seconds_on_one_device += flop_count / chip_with_speed_for_dtype.flops_per_second
-        bytes_per_second_of_axis = {
+        bytes_per_second_by_axis = {
             axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES
         }
-        exchange_seconds = self._bytes_along_model(layout) / bytes_per_second_of_axis["model"]
-        exchange_seconds += self._bytes_along_expert(layout) / bytes_per_second_of_axis["expert"]
+        exchange_seconds = self._bytes_along_model(layout) / bytes_per_second_by_axis["model"]
+        exchange_seconds += self._bytes_along_expert(layout) / bytes_per_second_by_axis["expert"]
         return StepCost(
             layout,
             memory_bytes=self.memory_bytes(layout),
             product_seconds=seconds_on_one_device / layout.size(*AXES, "query"),
             hbm_seconds=self._moved_bytes(layout) / chip.memory_bytes_per_second,
-            gather_seconds=self._gathered_bytes(layout) / bytes_per_second_of_axis["fsdp"],
+            gather_seconds=self._gathered_bytes(layout) / bytes_per_second_by_axis["fsdp"],
             exchange_seconds=exchange_seconds,
         )
 
@@ -147,7 +149,7 @@ class CostModel:
             layout: The layout of the mesh.
         """
         model_config = self.model.config
-        num_model_devices = layout.size(*MODEL_AXES)
+        num_devices_along_model_axes = layout.size(*MODEL_AXES)
         # The number of weight values on a device. Weights and activations have the model's dtype.
         # The values of activations are counted per token in `activation_values_per_token`.
         num_weight_values = float(
@@ -161,7 +163,8 @@ class CostModel:
             # stores the whole weights of two layers.
             num_weight_values += 2 * self._largest_layer(layout)
         activation_values_per_token = (
-            6 * model_config.hidden_size + 4 * model_config.sizes.get("F", 0) // num_model_devices
+            6 * model_config.hidden_size
+            + 4 * model_config.sizes.get("F", 0) // num_devices_along_model_axes
         )
         if model_config.experts is not None:
             # A token has a row of activations for each expert that it chooses (see experts.py). A
@@ -169,36 +172,45 @@ class CostModel:
             # device along the mesh axis `expert`, so it stores the rows of all these tokens.
             expert_rows_per_token = model_config.experts.per_token * layout.size("expert")
             activation_values_per_expert_row = (
-                2 * model_config.hidden_size + model_config.experts.width // num_model_devices
+                2 * model_config.hidden_size
+                + model_config.experts.width // num_devices_along_model_axes
             )
             activation_values_per_token += expert_rows_per_token * activation_values_per_expert_row
         if self.model.predicts:
-            # To compute a block of logits, a device gathers the parts of the head that are split
+            # To compute a block of logits, a device gathers the parts of the LM head that are split
             # along the mesh axis fsdp.
-            head_spec = (
+            lm_head_weight_spec = (
                 self.weight_spec_by_path.get(("lm_head", "weight"))
                 or self.weight_spec_by_path["embed_tokens", "weight"]
             )
-            num_gathered_head_values = _values_on_device(layout, head_spec, unsplit_axis="fsdp")
-            num_weight_values += num_gathered_head_values - _values_on_device(layout, head_spec)
-            num_weight_values += 6 * TOKENS_OF_A_BLOCK * head_spec.shape[0] / num_model_devices
-        size_of_letter = model_config.sizes_with(self.row_length)
+            num_gathered_lm_head_values = _values_on_device(
+                layout, lm_head_weight_spec, unsplit_axis="fsdp"
+            )
+            num_weight_values += num_gathered_lm_head_values - _values_on_device(
+                layout, lm_head_weight_spec
+            )
+            num_weight_values += (
+                6 * TOKENS_OF_A_BLOCK * lm_head_weight_spec.shape[0] / num_devices_along_model_axes
+            )
+        size_by_letter = model_config.sizes_with(self.row_length)
         captured_hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
-        captured_bytes = 0
+        captured_bytes_in_step = 0
         for hook in captured_hooks:
-            bytes_per_token = hook.kind.vector_type(size_of_letter, self.model.captured_dtype).bytes
-            captured_bytes += self.num_rows * self.row_length * bytes_per_token
+            bytes_per_token = hook.kind.vector_type(size_by_letter, self.model.captured_dtype).bytes
+            captured_bytes_in_step += self.num_rows * self.row_length * bytes_per_token
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. While a step is computed,
         # temporary copies need half as much memory as the activations of one step.
-        captured_activation_bytes = 2.5 * captured_bytes / layout.size(*AXES, "query")
+        captured_memory_bytes_per_device = (
+            2.5 * captured_bytes_in_step / layout.size(*AXES, "query")
+        )
         encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
         num_values_of_model_dtype = (
             num_weight_values + self._tokens_on_device(layout) * activation_values_per_token
         )
         return (
             self.model.dtype.itemsize * num_values_of_model_dtype
-            + captured_activation_bytes
+            + captured_memory_bytes_per_device
             + encoder_bytes
         )
 
@@ -231,14 +243,16 @@ class CostModel:
         return moved_bytes
 
     def _weight_traffic(self, layout: Layout, path: ParamPath, weight_spec: WeightSpec) -> float:
-        """Returns the bytes that a device moves for the products with one parameter in a step.
+        """Returns the bytes that a device reads and writes for products with one parameter.
 
-        The bytes that the device reads from its memory and writes to its memory are added up.
+        The result is the number of bytes that the device reads from its memory in a step, plus the
+        number of bytes that it writes to its memory, for the products in all layers.
 
         Args:
             layout: The layout of the mesh.
             path: The path of the parameter in the model.
-            weight_spec: The parameter. It contains the weights of all layers.
+            weight_spec: The shape and the logical axes of the parameter. A parameter of layers has
+                a first axis for the layers, and contains the weights of all layers.
         """
         experts_config = self.model.config.experts
         hidden_size = self.model.config.hidden_size
@@ -249,21 +263,23 @@ class CostModel:
             num_moved_values += num_values_before_gather + num_gathered_values
         num_layers, *weight_axis_sizes = weight_spec.shape
         if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
-            num_token_matrix_products = num_layers * self._tokens_on_device(layout)
+            num_products_of_vector_and_matrix = num_layers * self._tokens_on_device(layout)
             if experts_config is not None and "experts" in path:
-                num_token_matrix_products *= experts_config.per_token
+                num_products_of_vector_and_matrix *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
-            # For each token, a product with a weight matrix reads an input vector from memory and
-            # writes an output vector to memory. One of the two vectors has `hidden_size` values.
-            # The number of values of the other vector is the number of weights in the matrix,
-            # divided by `hidden_size`.
-            num_moved_vector_values = math.prod(weight_axis_sizes) / hidden_size
+            # Each product of a token's vector and a weight matrix reads an input vector from memory
+            # and writes an output vector to memory. One of the two vectors has `hidden_size`
+            # values. The number of values of the other vector is the number of weights in the
+            # matrix, divided by `hidden_size`.
+            num_moved_values_per_product = math.prod(weight_axis_sizes) / hidden_size
             # The vector with `hidden_size` values is the input of both up_proj and gate_proj. It is
             # only counted for gate_proj, because the two products read it together.
             if "up_proj" not in path:
-                num_moved_vector_values += hidden_size
+                num_moved_values_per_product += hidden_size
             num_moved_values += (
-                num_token_matrix_products * num_moved_vector_values / layout.size(*MODEL_AXES)
+                num_products_of_vector_and_matrix
+                * num_moved_values_per_product
+                / layout.size(*MODEL_AXES)
             )
         return self.model.dtype.itemsize * num_moved_values
 
@@ -327,10 +343,10 @@ class CostModel:
         In each layer, the residual stream is summed over the devices along this axis twice, and
         gathered from them twice.
         """
-        num_model_devices = layout.size(*MODEL_AXES)
+        num_devices_along_model_axes = layout.size(*MODEL_AXES)
         num_stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
         stream_bytes = self.model.dtype.itemsize * num_stream_values
-        sent_fraction = (num_model_devices - 1) / num_model_devices
+        sent_fraction = (num_devices_along_model_axes - 1) / num_devices_along_model_axes
         return 4 * self.model.num_layers * stream_bytes * sent_fraction
 
     def _tokens_on_device(self, layout: Layout) -> float:
@@ -348,7 +364,7 @@ def _values_on_device(
 
     Args:
         layout: The layout of the mesh.
-        weight_spec: The parameter.
+        weight_spec: The shape and the logical axes of the parameter.
         unsplit_axis: A mesh axis along which the parameter is not split. None to split it along all
             mesh axes that RULES in mesh.py lists for its logical axes.
     """
@@ -365,9 +381,11 @@ def linked_devices(devices: Sequence[Any]) -> int:
         devices: The devices, ordered by host.
     """
     is_tpu = devices[0].platform == "tpu"
-    slice_or_host_attribute = "slice_index" if is_tpu else "process_index"
-    slice_or_host_of_device = [getattr(device, slice_or_host_attribute, 0) for device in devices]
-    return slice_or_host_of_device.count(slice_or_host_of_device[0])
+    tpu_slice_or_host_attribute = "slice_index" if is_tpu else "process_index"
+    tpu_slice_or_host_numbers = [
+        getattr(device, tpu_slice_or_host_attribute, 0) for device in devices
+    ]
+    return tpu_slice_or_host_numbers.count(tpu_slice_or_host_numbers[0])
 
 
 def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
@@ -378,19 +396,21 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
 
     Args:
         layout: The layout of the mesh.
-        axis: The name of the mesh axis, as in --mesh_axes: `model` includes the axis `query` of
-            JAX's mesh.
+        axis: The name of a mesh axis, as in --mesh_axes. JAX's mesh divides the user's axis `model`
+            into the axes `model` and `query`; here `model` means both of them together.
         chip: The speeds of a device and its links.
         linked: The number of consecutive devices that fast links connect (see `linked_devices`).
     """
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
     num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
-    # If the devices of the mesh are divided into blocks of `block_size` consecutive devices, a
-    # device only exchanges data along the axis with devices of its own block.
-    block_size = 1
-    if axis in axis_names:
-        block_size = layout.size(*axis_names[axis_names.index(axis) :])
-    if linked % block_size == 0:  # fast links connect all devices of a block
+    # The axis divides the devices of the mesh, in their order, into blocks of consecutive devices.
+    # A device only exchanges data along the axis with devices of its own block. If the mesh lacks
+    # the axis, each block is a single device.
+    axes_within_block = axis_names[axis_names.index(axis) :] if axis in axis_names else ()
+    devices_per_block = layout.size(*axes_within_block)
+    # Fast links connect sets of `linked` consecutive devices. If this number is a multiple of the
+    # number of devices in a block, each block lies within one of these sets.
+    if linked % devices_per_block == 0:
         return chip.link_bytes_per_second * num_links_used
     return chip.network_bytes_per_second

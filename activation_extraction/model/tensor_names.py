@@ -33,7 +33,7 @@ OTHER_MODULES = {
 RECOMPUTED = ".rotary_emb.inv_freq"
 
 
-def text_name(name: str) -> str | None:
+def name_in_language_model(name: str) -> str | None:
     """Returns the name that a tensor would have in a checkpoint of the language model alone.
 
     Args:
@@ -60,7 +60,7 @@ def text_name(name: str) -> str | None:
     return ".".join(module_names if first_module_name == "lm_head" else ["model", *module_names])
 
 
-def text_names(names_in_checkpoint: Iterable[str], source: str) -> dict[str, str]:
+def tensors_of_language_model(names_in_checkpoint: Iterable[str], source: str) -> dict[str, str]:
     """Finds the tensors of the language model among the tensors of a checkpoint.
 
     Args:
@@ -68,20 +68,26 @@ def text_names(names_in_checkpoint: Iterable[str], source: str) -> dict[str, str
         source: The path of the checkpoint or of the file, for the message.
 
     Returns:
-        Name of a tensor in the language model (see `text_name`) -> its name in the checkpoint.
+        Name of a tensor in the language model (see `name_in_language_model`) -> its name in the
+        checkpoint.
 
     Raises:
         InputError: If two tensors have the same name in the language model.
     """
-    name_in_checkpoint_by_text_name: dict[str, str] = {}
+    name_in_checkpoint_by_name_in_language_model: dict[str, str] = {}
     for name_in_checkpoint in names_in_checkpoint:
-        text_tensor_name = text_name(name_in_checkpoint)
-        if text_tensor_name is None:
+        tensor_name_in_language_model = name_in_language_model(name_in_checkpoint)
+        if tensor_name_in_language_model is None:
             continue
-        if text_tensor_name in name_in_checkpoint_by_text_name:
+        if tensor_name_in_language_model in name_in_checkpoint_by_name_in_language_model:
+            earlier_name_in_checkpoint = name_in_checkpoint_by_name_in_language_model[
+                tensor_name_in_language_model
+            ]
             raise InputError(
-                f"{source}: {name_in_checkpoint_by_text_name[text_tensor_name]} and "
-                f"{name_in_checkpoint} are both the text model's {text_tensor_name}"
+                f"{source}: {earlier_name_in_checkpoint} and {name_in_checkpoint} are both the "
+                f"text model's {tensor_name_in_language_model}"
             )
-        name_in_checkpoint_by_text_name[text_tensor_name] = name_in_checkpoint
-    return name_in_checkpoint_by_text_name
+        name_in_checkpoint_by_name_in_language_model[tensor_name_in_language_model] = (
+            name_in_checkpoint
+        )
+    return name_in_checkpoint_by_name_in_language_model

@@ -19,12 +19,12 @@ from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.errors import InputError, one_line
 
 
-def read_torch_file(path: Path, flag_and_path: str) -> Any:
+def read_torch_file(path: Path, flag_with_value: str) -> Any:
     """Reads the object in a file that torch.save wrote.
 
     Args:
         path: The local path of the file.
-        flag_and_path: The flag and its value, with which messages begin.
+        flag_with_value: The flag and its value, with which messages begin.
 
     Returns:
         The saved object: plain containers and values, with NumPy arrays in place of tensors.
@@ -37,10 +37,10 @@ def read_torch_file(path: Path, flag_and_path: str) -> Any:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             return _Unpickler(file, archive).load()
     except InputError as error:
-        raise InputError(f"{flag_and_path}: {error}") from error
+        raise InputError(f"{flag_with_value}: {error}") from error
     except Exception as error:  # a damaged file may raise exceptions of any type
         raise InputError(
-            f"{flag_and_path}: not a file of PyTorch tensors: {one_line(error):.200}"
+            f"{flag_with_value}: not a file of PyTorch tensors: {one_line(error):.200}"
         ) from error
 
 

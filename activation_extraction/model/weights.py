@@ -29,7 +29,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.float8 import without_scales
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.parameters import ParamPath
-from activation_extraction.model.tensor_names import text_names
+from activation_extraction.model.tensor_names import tensors_of_language_model
 from activation_extraction.model.weight_files import Index
 
 WEIGHT_READERS = 3  # the number of threads that read weights, each of which reads one array
@@ -333,17 +333,19 @@ def check_tensors(
     # Weight files may contain tensors that the index does not list, so the headers of the files are
     # searched for unknown tensors as well.
     for weight_file in checkpoint.weight_files:
-        tensor_names_in_files.update(text_names(weight_file.tensors, weight_file.location))
+        tensor_names_in_files.update(
+            tensors_of_language_model(weight_file.tensors, weight_file.location)
+        )
     unknown_tensor_names = sorted(
-        without_scales(tensor_names_in_files, checkpoint.flag_and_path) - allowed_names
+        without_scales(tensor_names_in_files, checkpoint.flag_with_value) - allowed_names
     )
     if unknown_tensor_names:
         more_names_note = (
             f" (and {len(unknown_tensor_names) - 1} more)" if len(unknown_tensor_names) > 1 else ""
         )
         raise InputError(
-            f"{checkpoint.flag_and_path}: tensor {unknown_tensor_names[0]} is unknown to this model"
-            f"{more_names_note}"
+            f"{checkpoint.flag_with_value}: tensor {unknown_tensor_names[0]} is unknown to this "
+            f"model{more_names_note}"
         )
 
 

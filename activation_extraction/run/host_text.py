@@ -120,7 +120,7 @@ class Text:
         return ChatTemplate.of_model(
             chosen_tokenizer.pretrained_tokenizer,
             jinja_source_by_template_name,
-            repository_of_templates.flag_and_path,
+            repository_of_templates.flag_with_value,
             template_arguments,
         )
 
@@ -389,7 +389,7 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
         flag_that_needs_roles = f"--positions {options.positions}"
     if flag_that_needs_roles and not template.has_roles:
         raise InputError(
-            f"{flag_that_needs_roles}: {template.flag_and_path} writes no turns between {START} "
+            f"{flag_that_needs_roles}: {template.flag_with_value} writes no turns between {START} "
             f"and {END}, by which the roles of tokens are known; give another template with "
             "--chat_template"
         )

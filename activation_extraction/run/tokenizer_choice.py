@@ -81,7 +81,7 @@ def choose_tokenizer(
         if same_ids(adapter_tokenizer.backend, model_tokenizer.backend):
             return model_tokenizer
     log.info(
-        "tokenizer: that of %s, which differs from the model's", adapter_repository.flag_and_path
+        "tokenizer: that of %s, which differs from the model's", adapter_repository.flag_with_value
     )
     return adapter_tokenizer
 
@@ -89,7 +89,7 @@ def choose_tokenizer(
 def _load(repository: Repository, vocabulary_size: int) -> ChosenTokenizer:
     tokenizer_files = repository.tokenizer_files()
     return ChosenTokenizer(
-        repository, load_tokenizer(tokenizer_files, repository.flag_and_path, vocabulary_size)
+        repository, load_tokenizer(tokenizer_files, repository.flag_with_value, vocabulary_size)
     )
 
 
@@ -113,7 +113,7 @@ def choose_templates(
         if adapter_templates and adapter_templates != model_templates:
             log.info(
                 "chat template: that of %s, which differs from the model's",
-                adapter_repository.flag_and_path,
+                adapter_repository.flag_with_value,
             )
             return ChosenTemplates(adapter_repository, adapter_templates)
     return ChosenTemplates(model_repository, model_templates)

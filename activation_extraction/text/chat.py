@@ -270,15 +270,15 @@ class ChatTemplate:
         tokenizer: The tokenizer, an object of transformers.
         source_by_name: Jinja sources of the templates by name. The names are "default", "tool_use"
             (for conversations with tools), or both.
-        flag_and_path: Flag that names the file of the templates, or their model or adapter, and the
-            value of this flag, such as "--chat_template x.jinja". Error messages contain both.
+        flag_with_value: Flag that names the file of the templates, or their model or adapter, and
+            the value of this flag, such as "--chat_template x.jinja". Error messages contain both.
         value_by_argument: Values of --chat_template_args by name, which are variables of the
             templates besides messages and tools.
     """
 
     tokenizer: Any
     source_by_name: Mapping[str, str]
-    flag_and_path: str
+    flag_with_value: str
     value_by_argument: Mapping[str, Any]
 
     @classmethod
@@ -361,23 +361,23 @@ class ChatTemplate:
         """
         if len({START in template_source for template_source in self.source_by_name.values()}) > 1:
             raise InputError(
-                f"{self.flag_and_path}: of its templates default and tool_use, one writes turns "
+                f"{self.flag_with_value}: of its templates default and tool_use, one writes turns "
                 f"between {START} and {END} and the other does not; expected both or neither"
             )
         for template_name in self.source_by_name:
             trial_tools = [TRIAL_TOOL] if template_name == "tool_use" else None
             try:
-                with activity(f"rendering the chat template of {self.flag_and_path}"):
+                with activity(f"rendering the chat template of {self.flag_with_value}"):
                     renders_identically = self.content(TRIAL_MESSAGES, trial_tools) == self.content(
                         TRIAL_MESSAGES, trial_tools
                     )
             except UnusableRowError as error:
                 raise InputError(
-                    f"{self.flag_and_path}: cannot render a conversation: {error}"
+                    f"{self.flag_with_value}: cannot render a conversation: {error}"
                 ) from error
             if not renders_identically:
                 raise InputError(
-                    f"{self.flag_and_path}: renders the same conversation in different ways"
+                    f"{self.flag_with_value}: renders the same conversation in different ways"
                 )
 
     @property
