@@ -100,7 +100,8 @@ def test_token_ids_and_roles_of_random_conversations(name, samples_of, tokenizer
         asked = {"tools": row["tools"], "chat_template": source, "return_dict": False}
         ids = tokenizers[1].apply_chat_template(row["messages"], **asked)
         assert sample.token_ids.tolist() == ids
-        found, labels = [], zip(sample.labels["turn"], sample.labels["role"], ids, strict=True)
+        turns, roles = (sample.token_labels_by_name[name] for name in ("turn", "role"))
+        found, labels = [], zip(turns, roles, ids, strict=True)
         for (turn, role), tokens in groupby(labels, key=lambda label: label[:2]):
             said = tokenizers[0].decode([each for *_, each in tokens], skip_special_tokens=False)
             name = ROLES[role]
@@ -131,7 +132,7 @@ def test_a_text_cannot_pass_for_another_role(source, samples_of, tokenizers):
         lines = [sample.facts.row["line"] for sample in found]
         assert lines == [*range(len(FORGED) + 1, len(rows) + 1)]
         for sample, text in zip(found, HARMLESS, strict=True):
-            of_role = sample.labels["role"] == ROLES.index(where)
+            of_role = sample.token_labels_by_name["role"] == ROLES.index(where)
             said, others = (
                 tokenizers[0].decode(sample.token_ids[own], skip_special_tokens=False)
                 for own in (of_role, ~of_role)
@@ -198,10 +199,11 @@ def test_arguments_reach_the_template_and_prompts_may_stay_open(samples_of, toke
     (sample,) = samples_of(QWEN3, [{"messages": talk("q")[:1]}], arguments=OPEN)
     text = tokenizers[0].decode(sample.token_ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\n")
-    assert sample.labels["role"][-3:].tolist() == [0, 0, 0]
-    assert sample.labels["turn"][-3:].tolist() == [1, 1, 1]
+    assert sample.token_labels_by_name["role"][-3:].tolist() == [0, 0, 0]
+    assert sample.token_labels_by_name["turn"][-3:].tolist() == [1, 1, 1]
     (sample,) = samples_of("{{ 'before ' }}" + QWEN3, [{"messages": talk()}])
-    assert (sample.labels["role"][0], sample.labels["turn"][0]) == (0, 0)
+    assert sample.token_labels_by_name["role"][0] == 0
+    assert sample.token_labels_by_name["turn"][0] == 0
 
 
 def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
@@ -216,7 +218,7 @@ def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
 
     first, turns_end = kept("first:3", "assistant", "tool"), kept("last_of_turn", "assistant")
     for n, sample in enumerate(samples_of(QWEN2_5, rows)):
-        roles, turns = sample.labels["role"], sample.labels["turn"]
+        roles, turns = sample.token_labels_by_name["role"], sample.token_labels_by_name["turn"]
         several = np.isin(roles, [ROLES.index("assistant"), ROLES.index("tool")])
         assert first[n] == np.flatnonzero(several)[:3].tolist()
         own = np.flatnonzero(roles == ROLES.index("assistant"))
@@ -259,7 +261,7 @@ def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path
         "Test 1\nInput:\n7\nOutput:\n"
     )
     (asked,) = samples_of(QWEN3, [row], arguments=OPEN)
-    user = asked.token_ids[asked.labels["role"] == ROLES.index("user")]
+    user = asked.token_ids[asked.token_labels_by_name["role"] == ROLES.index("user")]
     said = tokenizers[0].decode(user, skip_special_tokens=False)
     assert said == f"{expected}<|im_end|>" and asked.facts.doc_id == "007bbfb7"
     (tmp_path / "rows.parquet").write_bytes(as_parquet(pyarrow.Table.from_pylist([row])))

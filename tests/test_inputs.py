@@ -133,7 +133,7 @@ def test_every_row_and_index_is_there_once_on_any_machines_and_hosts(case, data)
 
 def known(sample):
     """All that is known of a sample but where its row was cut, to compare."""
-    arrays = sample.token_ids, sample.kept_positions, *sample.labels.values()
+    arrays = sample.token_ids, sample.kept_positions, *sample.token_labels_by_name.values()
     facts = sample.facts
     others = facts.text_preview, str(facts.doc_id), str(facts.row), str(facts.columns)
     return facts.sample_idx, *others, *(array.tolist() for array in arrays)

@@ -376,7 +376,7 @@ class ActivationStorage:
             self._check_takes_samples(packed_sample.facts.sample_idx)
             kept_values_by_label_name = {
                 label_name: label_values[kept_positions]
-                for label_name, label_values in packed_sample.labels.items()
+                for label_name, label_values in packed_sample.token_labels_by_name.items()
             }
             shard_sample = ShardSample(
                 packed_sample.facts,

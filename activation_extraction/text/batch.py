@@ -81,9 +81,9 @@ class Sample:
         token_ids: Token ids, int32 (tokens,). samples.py makes them empty if no token's activations
             are stored, because the model need not read the sample then.
         mark: Mark before the sample.
-        labels: Labels of the tokens by name, int32 (tokens,) each. The names are "role", an index
-            into ROLES, and "turn", the number of the turn from 0. Empty if the sample is no
-            conversation.
+        token_labels_by_name: Name of a label -> its value for each token, int32 (tokens,). The
+            labels are "role", an index into ROLES, and "turn", the number of the turn from 0. Empty
+            if the sample is no conversation.
         kept_positions_or_none: Positions in the sample, counted from 0, of the tokens whose
             activations are stored, int32, ascending. None if the activations of all tokens are
             stored.
@@ -92,7 +92,7 @@ class Sample:
     facts: SampleFacts
     token_ids: np.ndarray
     mark: Mark
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    token_labels_by_name: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept_positions_or_none: np.ndarray | None = None
 
     @property
@@ -193,14 +193,15 @@ class Batch:
                 )
             return
         row_length = self.kept_mask.shape[1]
-        # For each token of the batch, row by row, the number of kept tokens before this token.
-        num_kept_tokens_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
+        # For each token of the batch, row by row, the number of kept tokens before this token. The
+        # last element is the number of all kept tokens.
+        kept_token_counts_before_tokens = np.concatenate([[0], np.cumsum(self.kept_mask)])
         for placement in self.samples:
             kept_mask_of_sample = self.kept_mask[
                 placement.row_index, placement.start_in_row : placement.stop
             ]
             kept_positions = np.flatnonzero(kept_mask_of_sample)
-            index_of_first_kept_token = num_kept_tokens_before[
+            index_of_first_kept_token = kept_token_counts_before_tokens[
                 placement.row_index * row_length + placement.start_in_row
             ]
             yield (

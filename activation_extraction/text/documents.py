@@ -219,9 +219,9 @@ class DocumentStream:
         self._dataset = dataset
         # The workers that read the same partitions take turns. Row number n of these partitions
         # belongs to this worker if
-        # n % _num_workers_of_partitions == _index_among_workers_of_partitions.
-        self._index_among_workers_of_partitions = 0
-        self._num_workers_of_partitions = 1
+        # n % _num_workers_sharing_partitions == _index_among_workers_sharing_partitions.
+        self._index_among_workers_sharing_partitions = 0
+        self._num_workers_sharing_partitions = 1
         # The subset of partitions that the worker reads, such as "0 of 2": its number, counted from
         # 0, and the number of subsets. "" if the worker reads all partitions.
         self._name_of_partition_subset = ""
@@ -232,7 +232,8 @@ class DocumentStream:
             self._row_stream = ShuffledRows(self._dataset, shuffle)
         self._row_schema = schema
         self._on_last_row_of_file = on_last_row_of_file
-        # The key and value in the stored position of each row that name the data set in a mixture.
+        # These fields are added to the stored position of each row. In a mixture, they contain the
+        # name of the data set; otherwise there are none.
         self._source_fields_of_position = {} if source is None else {"source": source}
 
     def _take_share(self, share_index: int, num_shares: int) -> None:
@@ -250,13 +251,15 @@ class DocumentStream:
         num_subsets = min(self._dataset.num_shards, num_shares)
         subset_index = share_index % num_subsets
         self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset_index)
-        self._index_among_workers_of_partitions += self._num_workers_of_partitions * (
+        self._index_among_workers_sharing_partitions += self._num_workers_sharing_partitions * (
             share_index // num_subsets
         )
         share_indices_of_subset = range(subset_index, num_shares, num_subsets)
-        self._num_workers_of_partitions *= len(share_indices_of_subset)
+        self._num_workers_sharing_partitions *= len(share_indices_of_subset)
         if num_subsets > 1:
-            # If an earlier call has already named a subset, the new subset is a part of it.
+            # `__init__` calls this method twice: for the share of the machine, and for the share of
+            # the host. If the first call has named a subset of the partitions, the second call
+            # selects a part of this subset, so both names are needed.
             subset_names_outer_to_inner = (
                 self._name_of_partition_subset,
                 f"{subset_index} of {num_subsets}",
@@ -284,7 +287,7 @@ class DocumentStream:
         while True:
             try:
                 stream_row = next(row_iterator)
-                state_of_rows = self._row_stream.state_dict()
+                row_stream_state = self._row_stream.state_dict()
             except StopIteration:
                 self._leave_file(position_of_last_row, {})
                 return
@@ -297,8 +300,8 @@ class DocumentStream:
                 )
                 raise RunError(error_message) from error
             is_row_of_worker = (
-                row_number % self._num_workers_of_partitions
-                == self._index_among_workers_of_partitions
+                row_number % self._num_workers_sharing_partitions
+                == self._index_among_workers_sharing_partitions
             )
             if is_row_of_worker:
                 if isinstance(stream_row, SourceRow):
@@ -310,7 +313,7 @@ class DocumentStream:
             row_number += 1
             if is_row_of_worker:
                 document, skip_reason = self._document_in(source_row)
-                state_after_row = {"rows": row_number, "dataset": state_of_rows}
+                state_after_row = {"rows": row_number, "dataset": row_stream_state}
                 yield ReadRow(document, skip_reason, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
@@ -506,6 +509,7 @@ def with_remedy(error: RunError) -> InputError:
     This function is for errors of reading that are detected before anything expensive starts.
 
     Args:
-        error: The error, whose `remedy` tells the user what to do; None if there is no remedy.
+        error: The error. Its `remedy` tells the user what to do. If `remedy` is None, the message
+            of the InputError is the message of `error`.
     """
     return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))

@@ -120,8 +120,8 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
     Raises:
         InputError: If a file is listed twice.
     """
-    # Path of a local file with all links resolved, or URL of another file -> path or URL by which
-    # `files` contains this file.
+    # Path of a local file with all links resolved, or URL of a remote file -> the path or URL under
+    # which `files` lists the file.
     url_by_resolved_path: dict[str, str] = {}
     for data_file in files:
         resolved_path = os.path.realpath(data_file.url) if data_file.is_local else data_file.url
@@ -185,7 +185,7 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
         if entry_details["type"] != "directory"
     )
     _refuse_delta_table(path, fs, parent_folder, file_paths)
-    data_paths, left_out_in_words = _select_data_files(path, fs, root, file_paths)
+    data_paths, left_out_files_in_words = _select_data_files(path, fs, root, file_paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
     if not data_paths:
@@ -194,15 +194,22 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
                 f"--dataset_path {path}: no such file or folder{_conversion_advice([root])}"
             )
         raise _no_data_error(
-            path, "has no files that end in", entry_details_by_path or [root], left_out_in_words
+            path,
+            "has no files that end in",
+            entry_details_by_path or [root],
+            left_out_files_in_words,
         )
-    if left_out_in_words:
+    if left_out_files_in_words:
         num_files_in_words = counted(len(data_paths), "file")
-        log.warning("reading %s of %s; left out: %s", num_files_in_words, path, left_out_in_words)
+        log.warning(
+            "reading %s of %s; left out: %s", num_files_in_words, path, left_out_files_in_words
+        )
     return data_paths, parent_folder
 
 
-def _no_data_error(path: str, problem: str, paths: Iterable[str], left_out: str = "") -> InputError:
+def _no_data_error(
+    path: str, problem: str, paths: Iterable[str], left_out_files_in_words: str = ""
+) -> InputError:
     """Returns the error for a source without data files.
 
     Args:
@@ -210,19 +217,17 @@ def _no_data_error(path: str, problem: str, paths: Iterable[str], left_out: str 
         problem: The beginning of the message, such as "does not end in". The list of extensions
             that are read follows it.
         paths: The paths of the files in the source. The message says how they can be converted.
-        left_out: The numbers of files that were left out, with the reasons; "" if no file was left
-            out.
+        left_out_files_in_words: Text with the number of files that were left out for each reason,
+            such as "2 files (.md)"; "" if no file was left out.
     """
     readable_extensions: list[str] = []
     for file_kind in KINDS:
         readable_extensions += file_kind.extensions
-    problem_with_extensions = f"{problem} {', '.join(readable_extensions)}"
-    problem_with_extensions += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
-    if left_out:
-        problem_with_extensions += f"; left out: {left_out}"
-    return InputError(
-        f"--dataset_path {path}: {problem_with_extensions}{_conversion_advice(paths)}"
-    )
+    problem_description = f"{problem} {', '.join(readable_extensions)}"
+    problem_description += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
+    if left_out_files_in_words:
+        problem_description += f"; left out: {left_out_files_in_words}"
+    return InputError(f"--dataset_path {path}: {problem_description}{_conversion_advice(paths)}")
 
 
 def _conversion_advice(paths: Iterable[str]) -> str:
@@ -261,9 +266,9 @@ def _select_data_files(
     Returns:
         A tuple of:
             The paths of the data files.
-            The numbers of files that are left out, with the reasons, as text for messages. Files
-            that `datasets` writes beside its data files are not counted, nor are hidden files that
-            contain no data.
+            Text for messages with the number of files that are left out for each reason, such as
+            "2 files (.md)". Files that `datasets` writes beside its data files are not counted, nor
+            are hidden files that contain no data.
 
     Raises:
         InputError: If there are data files of several kinds, or several splits that `datasets` has
@@ -462,8 +467,9 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     Raises:
         InputError: If the names of the files name several splits.
     """
-    # Split -> path of one file whose name contains a word for the split. The key is the index of a
-    # capturing group in SPLIT_WORD; for example, capturing group 2 matches the words for "test".
+    # Index of the capturing group in SPLIT_WORD that matches the words for a split -> path of one
+    # file of this split. For example, the key for "test" is 2. The keys have the type of
+    # `re.Match.lastindex`, but none of them is None.
     example_path_by_split: dict[int | None, str] = {}
     for data_path in data_paths:
         split_word_match = SPLIT_WORD.search(data_path.removeprefix(root).lower())
@@ -494,14 +500,17 @@ def _data_file_at(fs: Any, folder: str, path: str) -> DataFile:
     if folder:
         relative_path = path_without_secrets.partition(folder)[2]
     relative_path = relative_path.lstrip("/")
-    name_in_utf8 = os.fsencode(relative_path).decode(errors="backslashreplace")
+    # Paths may contain bytes that are not UTF-8. They are replaced by escapes.
+    escaped_relative_path = os.fsencode(relative_path).decode(errors="backslashreplace")
     if isinstance(fs, LocalFileSystem):
         file_status = os.stat(path)
         if not stat.S_ISREG(file_status.st_mode):
             raise InputError(
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
-        return DataFile(path, name_in_utf8, file_status.st_size, str(file_status.st_mtime_ns))
+        return DataFile(
+            path, escaped_relative_path, file_status.st_size, str(file_status.st_mtime_ns)
+        )
     # This takes little time for many files: if the file system has cached the listing of the
     # folder, `info` sends no request.
     file_metadata = fs.info(path)
@@ -510,4 +519,6 @@ def _data_file_at(fs: Any, folder: str, path: str) -> DataFile:
         if file_metadata.get(version_key):
             file_version = f"{version_key} {file_metadata[version_key]}"
             break
-    return DataFile(fs.unstrip_protocol(path), name_in_utf8, file_metadata["size"], file_version)
+    return DataFile(
+        fs.unstrip_protocol(path), escaped_relative_path, file_metadata["size"], file_version
+    )

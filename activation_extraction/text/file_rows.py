@@ -124,12 +124,20 @@ def kind_of(url: str) -> FileKind | None:
 
     A file whose only extension is .zst contains JSON Lines, as the dumps of Reddit do.
     """
-    lowercase_name = uncompressed_name(url)
+    url_without_compression_extension = uncompressed_name(url)
     compression_extension = compression_of(url)
-    if compression_extension == ".zst" and "." not in lowercase_name.rpartition("/")[2]:
+    if (
+        compression_extension == ".zst"
+        and "." not in url_without_compression_extension.rpartition("/")[2]
+    ):
         return JSON
     file_kind = next(
-        (file_kind for file_kind in KINDS if lowercase_name.endswith(file_kind.extensions)), None
+        (
+            file_kind
+            for file_kind in KINDS
+            if url_without_compression_extension.endswith(file_kind.extensions)
+        ),
+        None,
     )
     if compression_extension and file_kind is not None and not file_kind.is_text:
         return None
@@ -275,12 +283,15 @@ def compression_of(url: str) -> str:
 
     Returns "" if the name of the file ends in no such extension.
     """
-    lowercase_name = plain_url(url).lower()
-    return next((extension for extension in COMPRESSIONS if lowercase_name.endswith(extension)), "")
+    lowercase_url = plain_url(url).lower()
+    return next((extension for extension in COMPRESSIONS if lowercase_url.endswith(extension)), "")
 
 
 def uncompressed_name(url: str) -> str:
-    """Returns the name of a file in lower case, without the extension of its compression."""
+    """Returns the path or URL of a file in lower case, without the extension of its compression.
+
+    Secrets are removed from URLs.
+    """
     return plain_url(url).lower().removesuffix(compression_of(url))
 
 

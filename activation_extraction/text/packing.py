@@ -24,18 +24,18 @@ from activation_extraction.text.samples import ChangedDataError
 MAX_GROUP_ROWS = 256
 MIN_GROUP_ROWS = 16
 GROUP_TOKENS = 2**20
-# The largest number of samples in a group. It is a limit for very short samples, which would fill a
-# group of GROUP_TOKENS tokens only in great numbers.
+# The largest number of samples in a group. Only a group of very short samples reaches this limit
+# before the limit of its tokens.
 GROUP_SAMPLES = 2**16
 
 
-def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
+def samples_of(token_ids_of_samples: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
     """Yields samples made from token ids alone, for programs without a data set.
 
     Args:
-        documents: Token ids of each sample. The samples are numbered from 0.
+        token_ids_of_samples: Token ids of each sample. The samples are numbered from 0.
     """
-    for sample_number, token_ids in enumerate(documents):
+    for sample_number, token_ids in enumerate(token_ids_of_samples):
         yield Sample(
             SampleFacts(sample_number), np.asarray(token_ids, np.int32), Mark(sample_number)
         )

@@ -67,22 +67,22 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
     """
     block_matches = _blocks(text)
     block_headers = [block_match[1].strip() for block_match in block_matches]
-    turn_of_each_block = _turns(block_headers, messages)
+    turns_of_blocks = _turns(block_headers, messages)
     text_spans = [Span(0, TEMPLATE, 0)]
     end_offset_of_last_block = 0
-    for turn_number, (block_match, turn) in enumerate(
-        zip(block_matches, turn_of_each_block, strict=True)
+    for turn_number, (block_match, (turn_role, turn_messages)) in enumerate(
+        zip(block_matches, turns_of_blocks, strict=True)
     ):
         content_start = block_match.start(2)
         content_end = block_match.end(2)
         end_offset_of_last_block = block_match.end()
         text_spans.append(Span(block_match.start(), TEMPLATE, turn_number))
-        if turn.role == "assistant" and marks_thinking:
+        if turn_role == "assistant" and marks_thinking:
             if thinking_match := THINKING.match(block_match[2]):
                 text_spans.append(Span(content_start, ROLES.index("thinking"), turn_number))
                 content_start += thinking_match.end()
-        require_texts(turn.messages, marks_thinking, text, content_start, content_end)
-        text_spans.append(Span(content_start, ROLES.index(turn.role), turn_number))
+        require_texts(turn_messages, marks_thinking, text, content_start, content_end)
+        text_spans.append(Span(content_start, ROLES.index(turn_role), turn_number))
         text_spans.append(Span(end_offset_of_last_block, TEMPLATE, turn_number))
     prompt_start = text.find(START, end_offset_of_last_block)
     if prompt_start >= 0:  # the template opens the turn that a model would generate
@@ -181,7 +181,8 @@ def require_texts(
 ) -> None:
     """Checks that a rendered conversation contains the texts of its messages, in order.
 
-    The template may have removed spaces around a text, written it as JSON, or left out thinking.
+    A template may remove the spaces around a text, write a text as JSON and, if `marks_thinking` is
+    true, leave out the thinking of the assistant. These changes are accepted.
 
     Args:
         messages: The messages whose texts are checked.
@@ -217,9 +218,10 @@ def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[st
         marks_thinking: Whether the template writes thinking between <think> and </think>.
 
     Returns:
-        A list of the text of the message. If the message contains thinking, a list of the texts
-        before and after the thinking, because a template may leave out thinking. Spaces around the
-        texts are removed.
+        The texts, without spaces around them. If the template marks thinking and an assistant's
+        message contains thinking, these are two texts: the text before the thinking, which may be
+        empty, and the text after it. The thinking itself is not returned, because a template may
+        leave it out. In all other cases, the text of the message is the only element.
     """
     message_text = without_surrogates(message.get("content") or "")
     text_before_end_marker, end_marker, text_after_thinking = message_text.partition(END_THINK)

@@ -21,8 +21,9 @@ from activation_extraction.common.errors import near_miss
 from activation_extraction.text.sample_facts import DocId
 
 TEMPLATE = ROLES.index("template")
-# The largest size in bytes of the JSON of all columns of a row that --keep_columns stores.
-MAX_COLUMN_BYTES = 2**19
+# The largest size in bytes, as JSON, of the values that --keep_columns stores of one row, in all of
+# these columns together.
+MAX_KEPT_COLUMNS_BYTES = 2**19
 # The largest depth of nested lists and objects in a column that is stored. It limits the recursion
 # of the functions that convert, write and read the values.
 MAX_LEVELS = 60
@@ -185,17 +186,17 @@ class RowSchema:
             file lacks a column that --id_column or --keep_columns names. Then the error message
             can list all columns of the file.
         """
-        column_names_of_flags = list(self.keep_columns)
+        columns_named_by_flags = list(self.keep_columns)
         if self.id_column is not None:
-            column_names_of_flags.append(self.id_column)
+            columns_named_by_flags.append(self.id_column)
         columns_of_readers = [reader.columns for reader in self.readers]
         has_required_columns = False
         for reader_columns in columns_of_readers:
-            required_column_names = {*column_names_of_flags, *reader_columns.required_columns}
+            required_column_names = {*columns_named_by_flags, *reader_columns.required_columns}
             has_required_columns |= required_column_names <= set(names)
         if not has_required_columns:
             return list(names)
-        needed_column_names = dict.fromkeys(column_names_of_flags)  # an ordered set
+        needed_column_names = dict.fromkeys(columns_named_by_flags)  # an ordered set
         for reader_columns in columns_of_readers:
             needed_column_names |= dict.fromkeys(
                 (
@@ -271,10 +272,10 @@ class RowSchema:
             column_name: _as_json(row, column_name) for column_name in self.keep_columns
         }
         num_json_bytes = len(json.dumps(kept_value_by_column))
-        if num_json_bytes > MAX_COLUMN_BYTES:
+        if num_json_bytes > MAX_KEPT_COLUMNS_BYTES:
             raise UnusableRowError(
                 f"--keep_columns: the row's columns take {num_json_bytes:,} bytes, expected at "
-                f"most {MAX_COLUMN_BYTES:,}"
+                f"most {MAX_KEPT_COLUMNS_BYTES:,}"
             )
         return kept_value_by_column
 

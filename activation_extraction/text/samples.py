@@ -71,7 +71,8 @@ class SampleSettings:
             num_tokens: Number of tokens of the document.
 
         Returns:
-            For each sample of the document, the indices in the document of the sample's tokens.
+            For each sample of the document, the range of the indices that the sample's tokens have
+            in the document.
         """
         if not self.splits_documents or num_tokens <= self.max_sample_tokens:
             return [range(min(num_tokens, self.max_sample_tokens))]
@@ -96,7 +97,7 @@ class SampleSettings:
         if storable_token_mask is None and not self.overlap and self.token_choice.keeps_everything:
             return None
         return self.token_choice.eligible(
-            tokens.num_document_tokens, storable_token_mask, tokens.labels
+            tokens.num_document_tokens, storable_token_mask, tokens.token_labels_by_name
         )
 
 
@@ -230,7 +231,8 @@ def _whole_samples(
     sample_number = start.samples - start.skip
     state_of_documents = start.stream or documents.beginning
     row_counts = counts_in(start.stream) if start.stream else RowCounts()
-    unread_rows = documents.read(state_of_documents)
+    # The iterator also yields the rows without a document, which are counted.
+    row_iterator = documents.read(state_of_documents)
     cut_pattern = None if tokenizer is None else safe_cuts(tokenizer)
     max_document_tokens = (
         None
@@ -245,7 +247,7 @@ def _whole_samples(
         max_chunk_rows = int(min(CHUNK_ROWS, sample_limit - sample_number))
         chunk_rows: list[ReadRow] = []
         try:
-            for row in islice(unread_rows, max_chunk_rows):
+            for row in islice(row_iterator, max_chunk_rows):
                 chunk_rows.append(row)
         except RunError as error:
             # The error is raised again after the samples of the earlier rows have been yielded.
@@ -351,14 +353,15 @@ def _sample_of_tokens(
         settings: The settings by which documents become samples.
         piece_number: The number of the piece in the document, counted from 0; 0 for a whole
             document.
-        token_range: The indices in the document, counted from 0, of the sample's tokens.
+        token_range: The range of the indices, counted from 0, that the sample's tokens have in the
+            document.
         mark: The mark before the sample.
     """
     token_slice = slice(token_range.start, token_range.stop)
     token_ids = tokens.ids[token_slice]
-    sample_labels = {
+    labels_of_sample_by_name = {
         label_name: labels_of_tokens[token_slice]
-        for label_name, labels_of_tokens in tokens.labels.items()
+        for label_name, labels_of_tokens in tokens.token_labels_by_name.items()
     }
     kept_positions_or_none = None
     if eligible_mask is not None:
@@ -384,7 +387,7 @@ def _sample_of_tokens(
         cut=tokens.num_document_tokens - token_range.stop,
         columns=document.kept_value_by_column,
     )
-    return Sample(sample_facts, token_ids, mark, sample_labels, kept_positions_or_none)
+    return Sample(sample_facts, token_ids, mark, labels_of_sample_by_name, kept_positions_or_none)
 
 
 def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
@@ -420,9 +423,9 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
         facts=replace(sample.facts, cut=num_cut_tokens),
         token_ids=sample.token_ids[:num_returned_tokens],
         mark=mark,
-        labels={
+        token_labels_by_name={
             label_name: labels_of_tokens[:num_returned_tokens]
-            for label_name, labels_of_tokens in sample.labels.items()
+            for label_name, labels_of_tokens in sample.token_labels_by_name.items()
         },
         kept_positions_or_none=kept_positions_or_none,
     )

@@ -49,7 +49,10 @@ class Rows(Protocol):
 
     @property
     def num_shards(self) -> int:
-        """The number of partitions, which can be read independently of each other."""
+        """The number of partitions, which `datasets` calls shards.
+
+        Partitions can be read independently of each other.
+        """
 
     @property
     def features(self) -> Any:
@@ -105,8 +108,10 @@ class FilePartitions:
         self._row_schema = schema
         # The place where the next iteration starts: the index of a partition, and the number of its
         # rows that were read before.
-        self._start_partition_index_and_num_rows = (0, 0)
-        self._current_partition_index_and_num_rows = self._start_partition_index_and_num_rows
+        self._start_partition_index_and_num_read_rows = (0, 0)
+        self._current_partition_index_and_num_read_rows = (
+            self._start_partition_index_and_num_read_rows
+        )
 
     @property
     def num_shards(self) -> int:
@@ -144,7 +149,7 @@ class FilePartitions:
         number of the partition's rows that were read. Marks in stored runs contain these keys,
         which `datasets` uses as well.
         """
-        partition_index, num_rows_read = self._current_partition_index_and_num_rows
+        partition_index, num_rows_read = self._current_partition_index_and_num_read_rows
         return {
             "examples_iterable": {"shard_idx": partition_index, "shard_example_idx": num_rows_read}
         }
@@ -152,15 +157,19 @@ class FilePartitions:
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Makes the next iteration continue from a state that `state_dict` has returned."""
         partition_state = state["examples_iterable"]
-        self._start_partition_index_and_num_rows = (
+        self._start_partition_index_and_num_read_rows = (
             partition_state["shard_idx"],
             partition_state["shard_example_idx"],
         )
-        self._current_partition_index_and_num_rows = self._start_partition_index_and_num_rows
+        self._current_partition_index_and_num_read_rows = (
+            self._start_partition_index_and_num_read_rows
+        )
 
     def __iter__(self) -> Iterator[SourceRow]:
-        first_partition_index, num_rows_to_skip = self._start_partition_index_and_num_rows
-        self._current_partition_index_and_num_rows = self._start_partition_index_and_num_rows
+        first_partition_index, num_rows_to_skip = self._start_partition_index_and_num_read_rows
+        self._current_partition_index_and_num_read_rows = (
+            self._start_partition_index_and_num_read_rows
+        )
         for partition_index in range(first_partition_index, len(self._partitions)):
             data_file, row_group_number = self._partitions[partition_index]
             partition_rows = islice(
@@ -169,11 +178,11 @@ class FilePartitions:
             for num_rows_read, partition_row in enumerate(
                 partition_rows, start=num_rows_to_skip + 1
             ):
-                self._current_partition_index_and_num_rows = partition_index, num_rows_read
+                self._current_partition_index_and_num_read_rows = partition_index, num_rows_read
                 yield partition_row
             num_rows_to_skip = 0
             # No row of the next partition was read yet.
-            self._current_partition_index_and_num_rows = partition_index + 1, 0
+            self._current_partition_index_and_num_read_rows = partition_index + 1, 0
 
 
 def open_files(
@@ -293,9 +302,9 @@ class ShuffledRows:
     partitions, the partition and the block. (The shuffle buffer of `datasets` is not used, because
     its content cannot be restored.)
 
-    When a run continues, the rows of the current block are read again. So a state, which is a JSON
-    object from which reading can continue, contains the place where the block begins. The keys of a
-    state, which stored runs contain, are:
+    A state is a JSON object from which reading can continue. The rows of the current block are then
+    read again, so the state contains the place where the block begins. Stored runs contain states,
+    so the keys of a state must not change:
         piece: The number of partitions that were read.
         block: The number of the block in the partition, counted from 0.
         taken: The number of rows of the block that were read.
@@ -349,11 +358,12 @@ class ShuffledRows:
                 ):
                     index_in_block = permuted_indices_in_block[num_rows_read]
                     self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
-                    source_row_or_hub_dict = block_rows[index_in_block]
-                    # Hub data sets yield rows as dicts without a position, which is added here.
-                    if isinstance(source_row_or_hub_dict, SourceRow):
-                        source_row = source_row_or_hub_dict
+                    source_row_or_column_dict = block_rows[index_in_block]
+                    if isinstance(source_row_or_column_dict, SourceRow):
+                        source_row = source_row_or_column_dict
                     else:
+                        # Hub data sets yield rows as dicts of their columns, without a position.
+                        # The position is added here.
                         row_number_in_partition = block_number * BLOCK_ROWS + index_in_block
                         location_in_words = (
                             f"row {row_number_in_partition} of shard {partition_index} "
@@ -361,7 +371,7 @@ class ShuffledRows:
                         )
                         row_position = {"shard": partition_index, "row": row_number_in_partition}
                         source_row = hub_row(
-                            source_row_or_hub_dict,
+                            source_row_or_column_dict,
                             partition_rows.features,
                             location_in_words,
                             row_position,

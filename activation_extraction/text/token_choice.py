@@ -26,20 +26,22 @@ class TokenChoice:
 
     Attributes:
         position_rule: The rule of --positions.
-        dropped_ids: Token ids that are never kept.
+        dropped_token_ids: Token ids that are never kept.
         roles: The roles whose tokens may be kept; empty for all roles.
     """
 
     position_rule: Positions = Positions()
-    dropped_ids: tuple[int, ...] = ()
+    dropped_token_ids: tuple[int, ...] = ()
     roles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         choice_in_words = f"positions {self.position_rule}"
         if self.roles:
             choice_in_words += f", of the roles {', '.join(self.roles)}"
-        if self.dropped_ids:
-            choice_in_words += f", without the token ids {', '.join(map(str, self.dropped_ids))}"
+        if self.dropped_token_ids:
+            choice_in_words += (
+                f", without the token ids {', '.join(map(str, self.dropped_token_ids))}"
+            )
         return choice_in_words
 
     @property
@@ -48,22 +50,26 @@ class TokenChoice:
         return self == TokenChoice()
 
     def eligible(
-        self, num_tokens: int, mask: np.ndarray | None, labels: Mapping[str, np.ndarray]
+        self,
+        num_tokens: int,
+        mask: np.ndarray | None,
+        token_labels_by_name: Mapping[str, np.ndarray],
     ) -> np.ndarray:
         """Returns the mask of a document's tokens to which the rule of --positions applies.
 
-        The rule applies to the tokens that are not only context and whose role is in `self.roles`,
-        or is any role if `self.roles` is empty. If the rule is `last_of_turn`, the mask selects
-        only the last such token of each turn in the whole document. A sample that ends before this
-        token keeps no token of the turn.
+        The rule applies to the tokens that are not only context. If `self.roles` is not empty, it
+        applies only to the tokens with one of these roles. If the rule is `last_of_turn`, the mask
+        selects only the last of these tokens in each turn of the whole document. A sample that ends
+        before this token keeps no token of the turn.
 
         Args:
             num_tokens: The number of tokens of the document.
             mask: Mask that is False for tokens that are only context, bool (num_tokens,); None if
                 no token is only context.
-            labels: "role", an index into ROLES, and "turn", the number of the turn, of each token,
-                int32 (num_tokens,) each. May be empty if neither `self.roles` nor `last_of_turn`
-                needs them.
+            token_labels_by_name: Name of a label -> its value for each token, int32 (num_tokens,).
+                The labels are "role", an index into ROLES, which `self.roles` needs, and "turn",
+                the number of the turn, which `last_of_turn` needs. Empty if the document has no
+                labels.
 
         Returns:
             A mask, bool (num_tokens,).
@@ -71,10 +77,10 @@ class TokenChoice:
         eligible_mask = np.ones(num_tokens, bool) if mask is None else mask.copy()
         if self.roles:
             role_indices = [ROLES.index(role) for role in self.roles]
-            eligible_mask &= np.isin(labels["role"], role_indices)
+            eligible_mask &= np.isin(token_labels_by_name["role"], role_indices)
         if self.position_rule.keeps_only_last_token_of_turn:
             eligible_indices = np.flatnonzero(eligible_mask)
-            turns_of_eligible_tokens = labels["turn"][eligible_indices]
+            turns_of_eligible_tokens = token_labels_by_name["turn"][eligible_indices]
             is_last_token_of_turn = np.diff(turns_of_eligible_tokens, append=-1) != 0
             eligible_mask[:] = False
             eligible_mask[eligible_indices[is_last_token_of_turn]] = True
@@ -118,7 +124,7 @@ class TokenChoice:
                     position_hashes, position_rule.num_random_positions - 1
                 )[: position_rule.num_random_positions]
                 chosen_positions = chosen_positions[np.sort(indices_of_smallest_hashes)]
-        is_token_dropped = np.isin(token_ids[chosen_positions], self.dropped_ids)
+        is_token_dropped = np.isin(token_ids[chosen_positions], self.dropped_token_ids)
         return chosen_positions[~is_token_dropped]
 
 

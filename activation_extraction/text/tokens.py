@@ -50,15 +50,15 @@ class Tokens:
             fewer.
         start_offsets: For each token, the offset in characters at which it begins in the text,
             int32 (tokens,); None if the offsets were not computed.
-        labels: Labels of all tokens of the document by name, int32 (num_document_tokens,) each. The
-            names are "role", an index into ROLES, and "turn", the number of the turn from 0. Empty
-            if the document is no conversation.
+        token_labels_by_name: Name of a label -> its value for each token of the document, int32
+            (num_document_tokens,). The labels are "role", an index into ROLES, and "turn", the
+            number of the turn from 0. Empty if the document is no conversation.
     """
 
     ids: np.ndarray
     num_document_tokens: int
     start_offsets: np.ndarray | None = None
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    token_labels_by_name: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,20 @@ def _tokenise_all(
     max_tokens: int | None,
     cuts: re.Pattern[str] | None,
 ) -> list[Tokens]:
-    """Returns the tokens of texts, as `tokenise` does, but fails if the tokenizer fails on a text.
+    """Turns texts into tokens, as `tokenise` does, but does not handle exceptions of the tokenizer.
 
     Args:
-        tokenizer: The tokenizer, which may raise any exception.
-        contents: The content of each document, a text.
+        tokenizer: The tokenizer.
+        contents: The contents of the documents, which are texts.
         max_tokens: The number of tokens to return of each document, from its beginning. None to
             return all tokens, with the offsets at which they begin in the text.
         cuts: A pattern of the positions where a text may be cut; None if texts must not be cut.
+
+    Returns:
+        The tokens of each document.
+
+    Raises:
+        BaseException: If the tokenizer fails on a text. The exception may be of any type.
     """
     section_slices_of_contents = [_section_slices(content.text, cuts) for content in contents]
     section_texts: list[str] = []
@@ -258,8 +264,8 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     A tokenizer splits a text into words, and tokenises each word by itself. So this function
     checks, with the texts in CUT_TRIALS, whether cutting a text changes its words. Texts for Llama
     2's tokenizers, for example, must not be cut, because they get a prefix and are not split into
-    words. Added tokens may contain spaces, or include the spaces beside them. The pattern excludes
-    positions in and beside such tokens.
+    words. Added tokens may contain spaces, or include the spaces beside them. The pattern does not
+    match inside an added token, nor next to one that includes the spaces beside it.
 
     Args:
         tokenizer: The tokenizer. Checking it takes about 10 ms.
@@ -279,8 +285,9 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not allowed_cut_patterns:
         return None
     allowed_cuts_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
-    # Lookaheads and lookbehinds that exclude positions in and beside added tokens. For an added
-    # token "a b", for example, (?!(?<=a) b) excludes the position between "a" and " b".
+    # Lookaheads and lookbehinds that forbid cutting a text inside an added token, or next to one
+    # that includes the spaces beside it, because such a cut would change the tokens. For an added
+    # token "a b", for example, (?!(?<=a) b) forbids the cut between "a" and " b".
     excluded_cuts_pattern = ""
     for added_token in tokenizer.get_added_tokens_decoder().values():
         if added_token.rstrip:
