@@ -23,6 +23,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.errors import StorageError
+from activation_extraction.inspect import latent_files
 from activation_extraction.inspect.latent_files import DelphiFormat
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import unseal
@@ -422,7 +423,7 @@ def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     run = ActivationDataset(runs["safetensors"])
     every, left_out = dense(whole(run, CODES)), 0
     least = float(np.median(every[every > 0]))  # delphi leaves out codes of at most 1e-5
-    monkeypatch.setattr("activation_extraction.inspect.latent_files.SMALLEST_VALUE", least)
+    monkeypatch.setattr(latent_files, "LARGEST_LEFT_OUT_VALUE", least)
     target, rows, expected = tmp_path / "raw", [], []
     given = ["--output_dir", run.url, "--hook_names", CODES, "--export", "delphi"]
     assert main(*given, "--export_dir", target) == 0

@@ -52,9 +52,9 @@ def test_the_numbers_are_those_that_numpy_gives(run):
         norms = np.linalg.norm(every, axis=1)
         expected = np.quantile(norms, [0.01, 0.25, 0.5, 0.75, 0.99, 1])
         np.testing.assert_allclose(found.norm_quantiles, expected, rtol=1e-5)
-        assert found.largest_tokens_and_counts[0][0] == norms.argmax()
+        assert found.tokens_with_largest_norms_and_counts[0][0] == norms.argmax()
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
-        assert found.median_norm_by_position_range[4] == pytest.approx(np.median(fours), rel=1e-5)
+        assert found.median_norms_of_position_ranges[4] == pytest.approx(np.median(fours), rel=1e-5)
 
 
 def test_the_page_is_one_file_with_every_section(run, capsys):

@@ -19,20 +19,21 @@ import numpy as np
 from activation_extraction.inspect.hidden_states import StoredRow
 from activation_extraction.inspect.verify import COMPUTING_ERRORS, ROUNDING_ERRORS
 
-# Largest error of one token that rounding explains, as a multiple of `Limits.row_error`.
+# Largest relative error of one token that rounding explains, as a multiple of `Limits.row_error`.
 TOKEN_FACTOR = 5
 # Largest fraction of a row's tokens for which this program and the program that stored the row may
 # have chosen different experts. Rounding to bfloat16 decides between experts that have nearly equal
-# scores. In tiny random models with 6 experts, 3 % of 200 tokens had errors above the limit of a
-# token after two layers.
+# scores. In tiny random models with 6 experts, 3 % of 200 tokens had errors above
+# `Limits.token_error` after two layers.
 MAX_OTHER_EXPERTS_FRACTION = 0.1
-# Largest error of a token for which this program and the program that stored the token may have
-# chosen different experts. A token whose stored state is zeros has the error 1, which a different
-# choice does not explain.
+# Largest relative error of a token's stored state that a different choice of experts explains. The
+# relative error is the norm of the difference between the stored and the computed state, divided by
+# the norm of the computed state. A stored state of zeros has the relative error 1. The limit is
+# below 1, because a different choice of experts does not explain such a state.
 MAX_OTHER_EXPERTS_ERROR = 0.9
-# Largest error of a stored state when `align` searches for the token to which the state belongs, as
-# a multiple of `Limits.row_error`. The factor is smaller than TOKEN_FACTOR, the factor for a state
-# whose token is known, so that a similar state of another token is not accepted.
+# Largest relative error of a stored state when `align` searches for the token to which the state
+# belongs, as a multiple of `Limits.row_error`. The factor is smaller than TOKEN_FACTOR, the factor
+# for a state whose token is known, so that a similar state of another token is not accepted.
 ALIGNMENT_FACTOR = 2
 # Largest number of parts of a layer with wrong states that a message describes, which keeps the
 # message short.
@@ -105,8 +106,9 @@ class HookMatch(NamedTuple):
             program and the program that stored the row may have chosen different experts for them.
         largest_token_error: Largest relative error of a token that is not left out.
         hook_name: Name of the hook.
-        token_offset: Number that is added to the index of a stored state to get the index of the
-            token with whose computed state it is compared. 0 if the file is right.
+        token_offset: Index of a token minus the index of the stored state that is compared with the
+            computed state of this token, the same for all stored states. In a correct file, the
+            states match at offset 0.
         num_tokens_with_other_experts: Number of tokens that are left out because of different
             experts.
     """
@@ -180,17 +182,15 @@ def match_hooks(
             relative_errors_of_tokens = token_errors(
                 stored_states[first_state_index:stop_state_index], expected_states
             )
-            may_token_have_other_experts = _tokens_with_other_experts(
-                relative_errors_of_tokens, limits
-            )
-            relative_errors_of_tokens = relative_errors_of_tokens[~may_token_have_other_experts]
+            other_experts_mask = _tokens_with_other_experts(relative_errors_of_tokens, limits)
+            relative_errors_of_tokens = relative_errors_of_tokens[~other_experts_mask]
             row_error = float(np.sqrt(np.mean(relative_errors_of_tokens**2)))
             match_by_hook_and_offset[hook_name, token_offset] = HookMatch(
                 row_error,
                 float(relative_errors_of_tokens.max()),
                 hook_name,
                 token_offset,
-                int(may_token_have_other_experts.sum()),
+                int(other_experts_mask.sum()),
             )
     return match_by_hook_and_offset
 
@@ -212,9 +212,9 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     Returns:
         Whether different experts may explain the error of each token, bool (tokens,).
     """
-    may_token_have_other_experts = np.zeros(len(errors), bool)
+    other_experts_mask = np.zeros(len(errors), bool)
     if not limits.max_other_expert_fraction or len(errors) < 2:
-        return may_token_have_other_experts
+        return other_experts_mask
     candidate_token_indices = np.flatnonzero(
         (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
     )
@@ -222,10 +222,8 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     candidate_indices_largest_error_first = candidate_token_indices[
         np.argsort(-errors[candidate_token_indices])
     ]
-    may_token_have_other_experts[
-        candidate_indices_largest_error_first[:max_other_expert_tokens]
-    ] = True
-    return may_token_have_other_experts
+    other_experts_mask[candidate_indices_largest_error_first[:max_other_expert_tokens]] = True
+    return other_experts_mask
 
 
 class Alignment(NamedTuple):
@@ -238,21 +236,21 @@ class Alignment(NamedTuple):
         row_number: Number of the row whose sample was computed. It may be another row than the row
             whose file contains the layer.
         hook_name: Name of the hook at which the states were computed.
-        token_offset: Number that is added to the index of a stored state to get the index of the
-            token in the sample.
-        is_matching_state: Whether each stored state of the layer matches the computed state of the
-            token at this offset, bool (states,).
+        token_offset: Index of a token in the sample minus the index of the stored state that is
+            compared with the computed state of this token, the same for all stored states.
+        matching_state_mask: Whether each stored state of the layer matches the computed state with
+            which it is compared, bool (states,).
     """
 
     row_number: int
     hook_name: str
     token_offset: int
-    is_matching_state: np.ndarray
+    matching_state_mask: np.ndarray
 
     @property
     def num_matching_states(self) -> int:
         """The number of stored states that match the computed states at `token_offset`."""
-        return int(self.is_matching_state.sum())
+        return int(self.matching_state_mask.sum())
 
 
 def align(
@@ -288,20 +286,20 @@ def align(
         stored_squared_norms = np.square(stored_states).sum(axis=1)[:, None]
         computed_squared_norms = np.square(computed.astype(np.float64)).sum(axis=1)[None]
         squared_distances = stored_squared_norms + computed_squared_norms - 2 * dot_products
-        is_match = (
+        match_mask = (
             squared_distances <= (ALIGNMENT_FACTOR * limits.row_error) ** 2 * computed_squared_norms
         )
-    is_match &= computed_squared_norms > 0
-    state_indices, token_indices = np.nonzero(is_match)
+    match_mask &= computed_squared_norms > 0
+    state_indices, token_indices = np.nonzero(match_mask)
     offsets_of_matches = token_indices - state_indices
     distinct_offsets, counts_of_offsets = np.unique(offsets_of_matches, return_counts=True)
     indices_most_frequent_first = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))
     most_frequent_offsets = distinct_offsets[indices_most_frequent_first[:MAX_PARTS]]
     alignments: list[Alignment] = []
     for token_offset in most_frequent_offsets.tolist():
-        is_matching_state = np.zeros(len(stored_states), bool)
-        is_matching_state[state_indices[offsets_of_matches == token_offset]] = True
-        alignments.append(Alignment(row_number, hook, token_offset, is_matching_state))
+        matching_state_mask = np.zeros(len(stored_states), bool)
+        matching_state_mask[state_indices[offsets_of_matches == token_offset]] = True
+        alignments.append(Alignment(row_number, hook, token_offset, matching_state_mask))
     return alignments
 
 
@@ -322,20 +320,23 @@ def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
             that explain equally many states, the earlier one is preferred.
 
     Yields:
-        The alignments. The field `is_matching_state` of a yielded alignment is False for the states
-        that an earlier yielded alignment explains.
+        The alignments. The field `matching_state_mask` of a yielded alignment is False for the
+        states that an earlier yielded alignment explains.
     """
     remaining_alignments = list(alignments)
     for _ in range(MAX_PARTS if alignments else 0):
         largest_alignment = max(
             remaining_alignments, key=lambda alignment: alignment.num_matching_states
         )
-        if largest_alignment.num_matching_states < min(2, len(largest_alignment.is_matching_state)):
+        if largest_alignment.num_matching_states < min(
+            2, len(largest_alignment.matching_state_mask)
+        ):
             return
         yield largest_alignment
         remaining_alignments = [
             alignment._replace(
-                is_matching_state=alignment.is_matching_state & ~largest_alignment.is_matching_state
+                matching_state_mask=alignment.matching_state_mask
+                & ~largest_alignment.matching_state_mask
             )
             for alignment in remaining_alignments
         ]

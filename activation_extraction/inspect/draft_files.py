@@ -34,13 +34,15 @@ from activation_extraction.dataset.token_batch import (
 from activation_extraction.inspect.arrow_files import ArrowFolder
 from activation_extraction.inspect.export_format import Exported, ExportFormat
 
-# Name of the tensor with a 1 for each token whose loss counts, and a 0 for each other token. A run
-# may store a column of the data set with this name and content.
+# Name of the tensor with a 1 for each token on which a draft model is trained, and a 0 for each
+# other token, whose loss is ignored. A run may store a column of the data set with this name and
+# content.
 LOSS_MASK = "loss_mask"
-# Indices in ROLES of the roles whose tokens' loss counts.
+# Indices in ROLES of the roles on whose tokens a draft model is trained. The loss of tokens with
+# other roles is ignored.
 TRAINED_ROLES = [ROLES.index(role) for role in ("assistant", "thinking")]
-# Globs of the hooks for residual streams.
-STREAM_GLOBS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
+# Globs of the names of hooks at which the values are residual streams.
+RESIDUAL_STREAM_GLOBS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
 FINAL_NORM_HOOK = "ln_final.hook_out"
 SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
 # Name of the tensor with the scales of float8 hidden states in files for the library speculators.
@@ -55,7 +57,8 @@ class TrainingSample(NamedTuple):
 
     Attributes:
         token_ids: The token ids, int64 (tokens,).
-        loss_mask: 1 for each token whose loss counts, otherwise 0, int64 (tokens,).
+        loss_mask: 1 for each token on which the draft model is trained, otherwise 0, int64
+            (tokens,).
         values_by_hook: The activations by the name of the hook, (tokens, width) each.
     """
 
@@ -99,11 +102,11 @@ def training_samples(
 def _loss_mask(
     dataset: ActivationDataset, sample_index: int, sample_tokens: TokenBatch
 ) -> np.ndarray:
-    """Returns the loss mask of a sample: 1 for each token whose loss counts, otherwise 0.
+    """Returns the loss mask of a sample: 1 for each token that is trained on, otherwise 0.
 
     If the run stores a column `loss_mask` of the data set, the mask is read from this column.
-    Otherwise, if the run stores the roles of tokens, the tokens whose role is in TRAINED_ROLES
-    count. If the run stores no roles, all tokens count.
+    Otherwise, if the run stores the roles of tokens, the mask is 1 for the roles in TRAINED_ROLES.
+    If the run stores no roles, the mask is 1 for all tokens.
 
     Args:
         dataset: The run.
@@ -137,7 +140,7 @@ def _loss_mask(
     return loss_mask.astype(np.int64)
 
 
-def last_stream_hook(block_count: int) -> str:
+def last_residual_stream_hook(block_count: int) -> str:
     """Returns the name of the hook for the last hidden state in files for the library speculators.
 
     The values at this hook are the output of the last block, before the final norm.
@@ -148,24 +151,25 @@ def last_stream_hook(block_count: int) -> str:
     return f"blocks.{block_count - 1}.hook_resid_post"
 
 
-def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the hooks that are residual streams, by their number in the library transformers.
+def residual_stream_hooks_by_number(hooks: Iterable[str]) -> dict[int, str]:
+    """Returns the hooks at which the values are residual streams, by the number of the stream.
 
     Args:
-        hooks: The names of hooks. Hooks of other tensors are ignored.
+        hooks: The names of hooks. Hooks with other values are ignored.
 
     Returns:
-        The name of the hook by the number of its stream, in ascending order. Stream 0 is the
-        embedding, and stream k + 1 is the output of block k. If two hooks are the same stream, the
-        first of them is returned.
+        The name of the hook by the number of its residual stream, in ascending order of the
+        numbers. As in `hidden_states` of the library transformers, number 0 is the embedding, and
+        number k + 1 is the output of block k. If two hooks have the same residual stream, the first
+        of them is returned.
     """
-    hook_name_by_stream_number: dict[int, str] = {}
+    hook_name_by_residual_stream_number: dict[int, str] = {}
     for hook_name in hooks:
         if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_name):
             block_number, pre_or_post = hook_match.groups()
             stream_number = int(block_number) + 1 if pre_or_post == "post" else int(block_number)
-            hook_name_by_stream_number.setdefault(stream_number, hook_name)
-    return dict(sorted(hook_name_by_stream_number.items()))
+            hook_name_by_residual_stream_number.setdefault(stream_number, hook_name)
+    return dict(sorted(hook_name_by_residual_stream_number.items()))
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
@@ -218,7 +222,7 @@ class SpeculatorsFormat(DraftFormat):
 
     flag_value = "speculators"  # value of --export that selects this format
     needed_package = "datasets"
-    hook_globs = STREAM_GLOBS
+    hook_globs = RESIDUAL_STREAM_GLOBS
     accepted_hooks_in_words = " and ".join(hook_globs)
 
     def __init__(self, export_dtype: str | None = None) -> None:
@@ -237,7 +241,7 @@ class SpeculatorsFormat(DraftFormat):
         """
         exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
         block_count = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-        last_hook_name = last_stream_hook(block_count)
+        last_hook_name = last_residual_stream_hook(block_count)
         if last_hook_name not in exported_hook_names or len(exported_hook_names) < 2:
             raise InputError(
                 f"--export speculators: needs the hooks {last_hook_name} and "
@@ -253,7 +257,7 @@ class SpeculatorsFormat(DraftFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes the Arrow files, and a file with the hidden states of each sample.
+        """Writes the Arrow files and, for each sample, a file with its hidden states.
 
         `ExportFormat.write` documents the arguments and the result.
 
@@ -272,13 +276,13 @@ class SpeculatorsFormat(DraftFormat):
             "seq_len": int64_type,
         }
         arrow_folder = ArrowFolder(folder, type_by_column_name, "torch")
-        stream_hook_names = streams_by_number(hooks).values()
+        residual_stream_hook_names = residual_stream_hooks_by_number(hooks).values()
         stores_float8 = self._stores_float8(dataset)
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for row_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
             hidden_states = np.stack(
-                [values_by_hook[hook_name] for hook_name in stream_hook_names], axis=1
+                [values_by_hook[hook_name] for hook_name in residual_stream_hook_names], axis=1
             )
             tensors_of_file = {"hidden_states": hidden_states, "token_ids": token_ids}
             if stores_float8:
@@ -305,7 +309,7 @@ class SpeculatorsFormat(DraftFormat):
             dataset: The run.
             hooks: The names of the exported hooks.
         """
-        layer_numbers_in_words = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
+        layer_numbers_in_words = " ".join(map(str, [*residual_stream_hooks_by_number(hooks)][:-1]))
         backend_flag = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
         return [
             f"python -m speculators.train --data-path {shlex.quote(folder)} {backend_flag}"
@@ -344,7 +348,7 @@ class SpecForgeFormat(DraftFormat):
 
     flag_value = "specforge"  # value of --export that selects this format
     needed_package = "torch"
-    hook_globs = (*STREAM_GLOBS, FINAL_NORM_HOOK)
+    hook_globs = (*RESIDUAL_STREAM_GLOBS, FINAL_NORM_HOOK)
     accepted_hooks_in_words = " and ".join(hook_globs)
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
@@ -360,11 +364,11 @@ class SpecForgeFormat(DraftFormat):
                 embedding does not count as a layer.
         """
         exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
-        hook_name_by_stream_number = streams_by_number(exported_hook_names)
+        hook_name_by_residual_stream_number = residual_stream_hooks_by_number(exported_hook_names)
         if (
             FINAL_NORM_HOOK not in exported_hook_names
-            or len(hook_name_by_stream_number) != EAGLE3_LAYERS
-            or 0 in hook_name_by_stream_number
+            or len(hook_name_by_residual_stream_number) != EAGLE3_LAYERS
+            or 0 in hook_name_by_residual_stream_number
         ):
             raise InputError(
                 f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "
@@ -380,7 +384,7 @@ class SpecForgeFormat(DraftFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a file with token ids, loss mask and hidden states for each sample.
+        """Writes, for each sample, a file with its token ids, loss mask and hidden states.
 
         `ExportFormat.write` documents the arguments and the result.
 
@@ -389,7 +393,7 @@ class SpecForgeFormat(DraftFormat):
         """
         import torch
 
-        hook_name_by_stream_number = streams_by_number(hooks)
+        hook_name_by_residual_stream_number = residual_stream_hooks_by_number(hooks)
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
@@ -398,7 +402,8 @@ class SpecForgeFormat(DraftFormat):
             subfolder = folder / f"rows_{first_index_in_subfolder}-{stop_index_in_subfolder}"
             subfolder.mkdir(exist_ok=True)
             residual_streams = [
-                values_by_hook[hook_name] for hook_name in hook_name_by_stream_number.values()
+                values_by_hook[hook_name]
+                for hook_name in hook_name_by_residual_stream_number.values()
             ]
             concatenated_streams = np.concatenate(residual_streams, axis=1)
             tensors_of_file = {
@@ -448,7 +453,7 @@ def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[st
         The configuration as a JSON text.
     """
     sample_lengths = dataset.samples["tokens"].to_pylist()
-    layer_numbers = [stream_number - 1 for stream_number in streams_by_number(hooks)]
+    layer_numbers = [stream_number - 1 for stream_number in residual_stream_hooks_by_number(hooks)]
     specforge_settings = {
         "model": {
             "target_model_path": dataset.tokenizer_path,

@@ -67,9 +67,9 @@ def export_format_of(name: str, export_dtype: str | None = None) -> ExportFormat
             f"--export_dtype {export_dtype}: needs --export {SpeculatorsFormat.flag_value}, found "
             f"--export {name}"
         )
-    formats_without_dtype = SaeLensFormat(), SpecForgeFormat(), DelphiFormat(), NlaFormat()
+    formats_without_dtype_choice = SaeLensFormat(), SpecForgeFormat(), DelphiFormat(), NlaFormat()
     format_by_flag_value = {
-        export_format.flag_value: export_format for export_format in formats_without_dtype
+        export_format.flag_value: export_format for export_format in formats_without_dtype_choice
     }
     return format_by_flag_value[name]
 
@@ -241,23 +241,25 @@ def _new_folder(target_folder: str, needed_bytes: int) -> Iterator[Path]:
             too little free space.
         RunError: If the `with` block raises an OSError.
     """
-    flag_and_folder = f"--export_dir {target_folder}"
+    flag_and_folder_text = f"--export_dir {target_folder}"
     temporary_folder = Path(f"{target_folder}.unfinished")
     if os.path.lexists(target_folder):
-        raise InputError(f"{flag_and_folder}: exists; expected the name of a new folder")
+        raise InputError(f"{flag_and_folder_text}: exists; expected the name of a new folder")
     try:
         temporary_folder.mkdir(parents=True)
     except FileExistsError as error:
         raise InputError(
-            f"{flag_and_folder}: {temporary_folder} exists, so another export is running or was "
-            "killed; delete it if none is running"
+            f"{flag_and_folder_text}: {temporary_folder} exists, so another export is running or "
+            "was killed; delete it if none is running"
         ) from error
     except OSError as error:
-        raise InputError(f"{flag_and_folder}: cannot be written to: {reason_of(error)}") from error
+        raise InputError(
+            f"{flag_and_folder_text}: cannot be written to: {reason_of(error)}"
+        ) from error
     try:
         if needed_bytes > (free_bytes := shutil.disk_usage(temporary_folder).free):
             raise InputError(
-                f"{flag_and_folder}: has {free_bytes / 1e9:,.3f} GB free, needs "
+                f"{flag_and_folder_text}: has {free_bytes / 1e9:,.3f} GB free, needs "
                 f"{needed_bytes / 1e9:,.3f} GB"
             )
         yield temporary_folder

@@ -38,7 +38,7 @@ from activation_extraction.inspect.draft_files import (
     FINAL_NORM_HOOK,
     LOSS_MASK,
     SCALES,
-    last_stream_hook,
+    last_residual_stream_hook,
 )
 
 SPECULATORS_FILE = re.compile(r"hs_(\d+)\.safetensors")
@@ -98,7 +98,7 @@ class StoredRow:
             float32_states if self.scale_of_token is None else float32_states * self.scale_of_token
         )
 
-    def as_if_stored(self, values: np.ndarray, first_state: int) -> np.ndarray:
+    def as_if_stored(self, values: np.ndarray, first_state_index: int) -> np.ndarray:
         """Rounds recomputed values to float8 as the file does, if the file contains float8 values.
 
         All layers share the scale of a token. So a layer with much smaller values than another
@@ -107,30 +107,34 @@ class StoredRow:
 
         Args:
             values: Recomputed hidden states of consecutive tokens, float32 (tokens, width).
-            first_state: Index of the stored state that is compared with the first of these tokens.
+            first_state_index: Index, among the stored states of a layer of the file, of the state
+                with which the first row of `values` is compared. The states that follow it are
+                compared with the other rows.
 
         Returns:
-            The values, float32 (tokens, width). They are unchanged if the file is not float8.
+            The rounded values, float32 (tokens, width). `values` itself if the file contains no
+            float8 values.
         """
         if self.scale_of_token is None:
             return values
-        token_scales = self.scale_of_token[first_state : first_state + len(values)]
+        token_scales = self.scale_of_token[first_state_index : first_state_index + len(values)]
         clipped_values = np.clip(values / token_scales, -LARGEST_E4M3, LARGEST_E4M3)
         return clipped_values.astype(VALUE_DTYPE).astype(np.float32) * token_scales
 
 
 class StatesFolder(ABC):
-    """A folder of hidden states that another program has stored, one file for each row.
+    """A folder in which another program has stored hidden states, with one file for each row.
 
-    Creating an object opens no file.
+    The other program is the library speculators or SpecForge, which trains draft models on such
+    folders. Creating a StatesFolder opens no file.
 
     Args:
         path: Path of the folder.
         path_by_row_number: Path of the file of each row, by the number of the row, in any order.
 
     Attributes:
-        program_name: Name of the program that trains on the folder.
-        first_block_number: Number that this program gives to the output of the first block.
+        program_name: Name of the other program.
+        first_block_number: Number that the other program gives to the output of the first block.
         path: Path of the folder.
         path_by_row_number: Path of the file of each row, by the number of the row, in ascending
             order.
@@ -152,17 +156,17 @@ class StatesFolder(ABC):
         """
 
     def default_blocks(self, depth: int) -> list[int]:
-        """Returns the blocks whose outputs are stored by default, if the user names no layers.
+        """Returns the blocks whose outputs the files contain if the user has chosen no layers.
 
-        The program that wrote the files, speculators or SpecForge, stores one more layer, which is
-        the last layer in its files. Both programs choose the same blocks, but number them
-        differently.
+        The programs that write the files, speculators and SpecForge, choose the same blocks, but
+        number them differently.
 
         Args:
             depth: Number of blocks of the model.
 
         Returns:
-            The indices of the blocks, counted from 0.
+            The indices of the blocks, counted from 0. They do not include the last layer of the
+            files (see `last_hook`), which the files always contain.
         """
         return [1, depth // 2 - 1, depth - 4]
 
@@ -196,8 +200,8 @@ class StatesFolder(ABC):
         """Notes for the user about the whole folder, for example that it contains no data set."""
         return []
 
-    def file_name(self, number: int) -> str:
-        """Returns the path of a row's file relative to the folder, for messages.
+    def relative_path(self, number: int) -> str:
+        """Returns the path of the file of a row, relative to this folder, for messages.
 
         Args:
             number: Number of the row, which must be a key of `path_by_row_number`.
@@ -217,18 +221,18 @@ class SpeculatorsFolder(StatesFolder):
     first_block_number = 1
 
     def last_hook(self, depth: int) -> str:
-        return last_stream_hook(depth)
+        return last_residual_stream_hook(depth)
 
     def read(self, number: int) -> StoredRow:
         file_path = self.path_by_row_number[number]
-        tensors_by_name = _safetensors(file_path)
-        _check_names(file_path, tensors_by_name, ("hidden_states", "token_ids"))
-        hidden_states = tensors_by_name["hidden_states"]
-        token_ids = tensors_by_name["token_ids"]
+        tensor_by_name = _safetensors(file_path)
+        _check_names(file_path, tensor_by_name, ("hidden_states", "token_ids"))
+        hidden_states = tensor_by_name["hidden_states"]
+        token_ids = tensor_by_name["token_ids"]
         _check_states(file_path, "hidden_states", hidden_states, ("tokens", "layers", "width"))
         if token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
             raise RunError(f"{file_path}: token_ids is {_described(token_ids)}, expected (tokens,)")
-        token_scales = tensors_by_name.get(SCALES)
+        token_scales = tensor_by_name.get(SCALES)
         if (token_scales is not None) != (hidden_states.dtype == VALUE_DTYPE):
             scales_in_words = f"without {SCALES}" if token_scales is None else f"with {SCALES}"
             raise RunError(f"{file_path}: holds {hidden_states.dtype} {scales_in_words}")
@@ -245,7 +249,7 @@ class SpeculatorsFolder(StatesFolder):
         return StoredRow(token_ids.astype(np.int64), states_of_layers, token_scales)
 
     @cached_property
-    def _data_set(self) -> Any:
+    def _input_ids_column(self) -> Any:
         """The column `input_ids` of the data set, a pyarrow.ChunkedArray.
 
         None if the folder contains no data set.
@@ -273,23 +277,25 @@ class SpeculatorsFolder(StatesFolder):
             ) from error
 
     def data_set_ids(self, number: int) -> np.ndarray | None:
-        if self._data_set is None:
+        if self._input_ids_column is None:
             return None
-        if number >= len(self._data_set):
+        if number >= len(self._input_ids_column):
             return np.empty(0, np.int64)
-        return np.array(self._data_set[number].as_py(), np.int64)
+        return np.array(self._input_ids_column[number].as_py(), np.int64)
 
     @property
     def notes(self) -> list[str]:
-        if self._data_set is None:
+        if self._input_ids_column is None:
             return [
                 "there is no data set beside hidden_states, so token_ids are not compared with it"
             ]
-        missing_file_count = len(set(range(len(self._data_set))) - self.path_by_row_number.keys())
+        missing_file_count = len(
+            set(range(len(self._input_ids_column))) - self.path_by_row_number.keys()
+        )
         if missing_file_count:
             return [
-                f"{missing_file_count:,} of the {len(self._data_set):,} rows of the data set "
-                "have no file"
+                f"{missing_file_count:,} of the {len(self._input_ids_column):,} rows of the data "
+                "set have no file"
             ]
         return []
 
@@ -310,13 +316,13 @@ class SpecForgeFolder(StatesFolder):
 
     def read(self, number: int) -> StoredRow:
         file_path = self.path_by_row_number[number]
-        tensors_by_name = _torch_tensors(file_path)
+        tensor_by_name = _torch_tensors(file_path)
         _check_names(
-            file_path, tensors_by_name, ("input_ids", LOSS_MASK, "hidden_state", "aux_hidden_state")
+            file_path, tensor_by_name, ("input_ids", LOSS_MASK, "hidden_state", "aux_hidden_state")
         )
         states_by_tensor_name = {}
         for tensor_name in ("hidden_state", "aux_hidden_state"):
-            stored_tensor = tensors_by_name[tensor_name]
+            stored_tensor = tensor_by_name[tensor_name]
             unbatched_states = (
                 stored_tensor[0]
                 if stored_tensor.ndim == 3 and len(stored_tensor) == 1
@@ -343,9 +349,7 @@ class SpecForgeFolder(StatesFolder):
             *np.split(concatenated_streams, stream_count, axis=1),
             states_of_last_layer,
         ]
-        return StoredRow(
-            tensors_by_name["input_ids"].reshape(-1).astype(np.int64), states_of_layers
-        )
+        return StoredRow(tensor_by_name["input_ids"].reshape(-1).astype(np.int64), states_of_layers)
 
 
 def find_states_folder(path: Path) -> StatesFolder | None:

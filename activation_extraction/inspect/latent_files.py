@@ -22,11 +22,11 @@ ROW_TOKENS = 64  # number of tokens in a row; delphi shows examples of half a ro
 # they would otherwise exceed FILE_BYTES, and fewer if the hook has fewer features.
 USUAL_FILES = 5
 FILE_BYTES = 2**30  # approximate largest number of bytes in a file
-SMALLEST_VALUE = 1e-5  # values of this or a smaller magnitude are left out, as in delphi
-# Dtype of a file while it is being written. Each entry is the value of the feature `latent` at the
-# token at `position` in the row `row`.
-ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
-# A range of features: its first feature, and the feature after its last one.
+LARGEST_LEFT_OUT_VALUE = 1e-5  # values of at most this magnitude are left out, as in delphi
+# Dtype of a file while it is being written. Each entry is the value of the feature with the id
+# `latent` at the token with the index `token_in_row` in the row with the index `row`.
+ENTRY = np.dtype([("row", "u4"), ("token_in_row", "u4"), ("latent", "u4"), ("value", "f4")])
+# A range of features: the id of its first feature, and the id after the id of its last feature.
 FeatureRange = tuple[int, int]
 
 
@@ -35,11 +35,11 @@ class DelphiFormat(ExportFormat):
 
     A row contains ROW_TOKENS consecutive tokens of one sample. Tokens at the end of a sample that
     do not fill a row are left out. A file START_END.safetensors covers the features START to END,
-    inclusive, and contains these tensors:
+    inclusive, where START and END are feature ids. It contains these tensors:
 
-    - `locations`: The location of each value, uint32 (values, 3), sorted by feature. A location
-      consists of the index of the row, the position in the row, and the number of the feature minus
-      START.
+    - `locations`: The location of each value, uint32 (values, 3), sorted by feature id. A location
+      consists of the index of the row, the index of the token in the row, and the id of the feature
+      minus START.
     - `activations`: The values, float32 (values,).
     - `tokens`: The token ids of all rows, (rows, ROW_TOKENS).
     """
@@ -97,26 +97,29 @@ class DelphiFormat(ExportFormat):
         from safetensors.numpy import save
 
         sample_lengths = dataset.samples["tokens"].to_numpy()
-        # Index of each sample's first token among all tokens of the run.
+        # Index of each sample's first token among all tokens of the run. The last element is the
+        # number of all tokens.
         token_bounds_of_samples = np.cumsum([0, *sample_lengths])
         num_read_tokens = 0  # number of tokens that were read so far
         # Number of tokens that were read so far and are in rows that the files contain. Such rows
         # are full of tokens.
         num_tokens_in_whole_rows = 0
-        # Name of a hook -> number of its values that are left out, because they are at most
-        # SMALLEST_VALUE in magnitude.
-        small_code_count_by_hook = dict.fromkeys(hooks, 0)
+        # Name of a hook -> number of its values that are left out because their magnitude is at
+        # most LARGEST_LEFT_OUT_VALUE.
+        left_out_code_count_by_hook = dict.fromkeys(hooks, 0)
         token_ids_of_chunks: list[np.ndarray] = []
-        # Name of a hook -> range of features (first, stop) -> path of the file. While tokens
+        # Name of a hook -> range of feature ids (first, stop) -> path of the file. While tokens
         # are read, a file contains values of the dtype ENTRY in the order of the tokens. After the
         # last token, the tensors of the format replace them.
         path_by_range_by_hook_name: dict[str, dict[FeatureRange, Path]] = {}
         for hook_name in hooks:
             (folder / hook_name).mkdir()
             path_by_range_by_hook_name[hook_name] = {}
-            for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook_name)):
-                file_name = f"{first_feature}_{stop_feature - 1}.safetensors"
-                path_by_range_by_hook_name[hook_name][first_feature, stop_feature] = (
+            for first_feature_id, stop_feature_id in pairwise(
+                _feature_boundaries(dataset, hook_name)
+            ):
+                file_name = f"{first_feature_id}_{stop_feature_id - 1}.safetensors"
+                path_by_range_by_hook_name[hook_name][first_feature_id, stop_feature_id] = (
                     folder / hook_name / file_name
                 )
         for token_batch in chunks:
@@ -128,32 +131,34 @@ class DelphiFormat(ExportFormat):
                 token_batch.position
                 < sample_lengths[sample_index_of_token] // self.tokens_per_row * self.tokens_per_row
             )
-            # Only rows that are full of tokens are exported. For each token of the chunk, this is
-            # the index among all of the run's tokens in such rows. The numbers of other tokens have
-            # no meaning, and are not used.
+            # Only rows that are full of tokens are exported. For each token of the chunk that is in
+            # such a row, this is the index among all of the run's tokens in such rows. The elements
+            # for the other tokens have no meaning, and are not used.
             indices_in_whole_rows = num_tokens_in_whole_rows + np.cumsum(whole_row_mask) - 1
             token_ids_of_chunks.append(token_batch.token_ids[whole_row_mask])
             for hook_name, hook_codes in token_batch.items():
                 token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
-                small_value_mask = np.abs(hook_codes.data) <= SMALLEST_VALUE
-                small_code_count_by_hook[hook_name] += int(
+                small_value_mask = np.abs(hook_codes.data) <= LARGEST_LEFT_OUT_VALUE
+                left_out_code_count_by_hook[hook_name] += int(
                     np.count_nonzero(whole_row_mask[token_of_value] & small_value_mask)
                 )
                 kept_value_mask = whole_row_mask[token_of_value] & ~small_value_mask
                 token_index_of_value = indices_in_whole_rows[token_of_value[kept_value_mask]]
-                row_of_value, position_in_row = np.divmod(token_index_of_value, self.tokens_per_row)
+                row_index_of_value, token_index_in_row_of_value = np.divmod(
+                    token_index_of_value, self.tokens_per_row
+                )
                 columns_of_entries = [
-                    row_of_value,
-                    position_in_row,
+                    row_index_of_value,
+                    token_index_in_row_of_value,
                     hook_codes.indices[kept_value_mask],
                     hook_codes.data[kept_value_mask],
                 ]
                 value_entries = np.rec.fromarrays(columns_of_entries, dtype=ENTRY)
                 path_by_feature_range = path_by_range_by_hook_name[hook_name]
-                for (first_feature, stop_feature), file_path in path_by_feature_range.items():
-                    feature_of_value = value_entries["latent"]
-                    values_in_file_mask = (feature_of_value >= first_feature) & (
-                        feature_of_value < stop_feature
+                for (first_feature_id, stop_feature_id), file_path in path_by_feature_range.items():
+                    feature_id_of_value = value_entries["latent"]
+                    values_in_file_mask = (feature_id_of_value >= first_feature_id) & (
+                        feature_id_of_value < stop_feature_id
                     )
                     with open(file_path, "ab") as codes_file:
                         value_entries[values_in_file_mask].tofile(codes_file)
@@ -161,16 +166,16 @@ class DelphiFormat(ExportFormat):
             num_tokens_in_whole_rows += int(whole_row_mask.sum())
         token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.tokens_per_row)
         for hook_name in hooks:
-            for (first_feature, _), file_path in path_by_range_by_hook_name[hook_name].items():
+            for (first_feature_id, _), file_path in path_by_range_by_hook_name[hook_name].items():
                 entries_of_file = np.fromfile(file_path, ENTRY)
                 # From here on, the entries are sorted by feature.
                 entries_of_file = entries_of_file[
                     np.argsort(entries_of_file["latent"], kind="stable")
                 ]
-                entries_of_file["latent"] -= first_feature
+                entries_of_file["latent"] -= first_feature_id
                 location_columns = [
                     entries_of_file["row"],
-                    entries_of_file["position"],
+                    entries_of_file["token_in_row"],
                     entries_of_file["latent"],
                 ]
                 tensors_of_file = {
@@ -190,10 +195,10 @@ class DelphiFormat(ExportFormat):
             }
             (folder / hook_name / "config.json").write_text(json.dumps(delphi_settings, indent=2))
         omissions_in_words = [
-            f"{counted(small_code_count, 'code')} of at most {SMALLEST_VALUE:g} at {hook_name}, "
-            "as by delphi itself"
-            for hook_name, small_code_count in small_code_count_by_hook.items()
-            if small_code_count
+            f"{counted(left_out_code_count, 'code')} of at most {LARGEST_LEFT_OUT_VALUE:g} at "
+            f"{hook_name}, as by delphi itself"
+            for hook_name, left_out_code_count in left_out_code_count_by_hook.items()
+            if left_out_code_count
         ]
         return Exported(token_ids_of_rows.size, tuple(omissions_in_words))
 
@@ -218,8 +223,7 @@ def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
         hook: The name of a hook with codes.
 
     Returns:
-        The number of the first feature of each file, and as the last item the number of all
-        features.
+        The id of the first feature of each file, and as the last item the number of all features.
     """
     feature_count = dataset.hooks[hook]
     max_value_count = dataset.tokens * dataset.shards.hooks[hook].max_values

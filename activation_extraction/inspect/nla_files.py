@@ -89,12 +89,12 @@ def _token_ids(
         root: The folder with the output of all hosts.
         log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
-        run_text: The functions for the run's text. `run_text.read_samples_again` reads all token
-            ids again. It is None if the run stores all token ids.
+        run_text: The functions for the run's text. The field `read_samples_again`, a function that
+            reads all token ids again, is None if the run stores all token ids.
 
     Yields:
-        A tuple of the number of the sample and its token ids, int32 (tokens,). For samples of which
-        the run stores no tokens, the tuple may be left out, or contain no token ids.
+        A tuple of the number of the sample and its token ids, int32 (tokens,). A sample of which
+        the run stores no tokens is left out if it cannot be read again.
 
     Raises:
         RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
@@ -102,22 +102,22 @@ def _token_ids(
     """
     for folder_name, commit in dataset.shards.folders_and_commits:
         host_folder, run_log = root.child(folder_name), log_by_folder[folder_name]
-        stored_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
-        token_ids_or_messages: Sequence[np.ndarray | str]
+        stored_tokens_of_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
+        token_ids_or_error_messages: Sequence[np.ndarray | str]
         if run_text.read_samples_again is None:
-            token_ids_or_messages = [sample.token_ids for sample in stored_samples]
+            token_ids_or_error_messages = [sample.token_ids for sample in stored_tokens_of_samples]
         else:
-            token_ids_or_messages = run_text.read_samples_again(stored_samples)
-        for stored_sample, token_ids_or_message in zip(
-            stored_samples, token_ids_or_messages, strict=True
+            token_ids_or_error_messages = run_text.read_samples_again(stored_tokens_of_samples)
+        for stored_tokens, token_ids_or_error_message in zip(
+            stored_tokens_of_samples, token_ids_or_error_messages, strict=True
         ):
-            if not isinstance(token_ids_or_message, str):
-                yield stored_sample.sample_idx, token_ids_or_message
-            elif len(stored_sample.positions):
-                shard_file = file_path(folder_name, commit.file)
+            if not isinstance(token_ids_or_error_message, str):
+                yield stored_tokens.sample_idx, token_ids_or_error_message
+            elif len(stored_tokens.positions):
+                shard_path = file_path(folder_name, commit.file)
                 raise RunError(
-                    f"{shard_file}: sample {stored_sample.sample_idx}: its text cannot be read "
-                    f"again: {token_ids_or_message}"
+                    f"{shard_path}: sample {stored_tokens.sample_idx}: its text cannot be read "
+                    f"again: {token_ids_or_error_message}"
                 )
 
 
@@ -277,7 +277,7 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     corpus_slice = {"start": 0, "length": document_count}
     text_options = dataset.identity.text
     expected_token_count = text_options.positions.expected(text_options.max_seq_length)
-    positions_per_document = max(math.ceil(expected_token_count), 1)
+    num_positions_per_document = max(math.ceil(expected_token_count), 1)
     # The program that usually writes this file is stage 0 of the pipeline of natural language
     # autoencoders. It computes the id of its data set from a text of the same form.
     identifying_text = f"{model_path}|{layer_number}|{data_path_or_name}|{corpus_slice}"
@@ -295,7 +295,7 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
             "norm": "none",
             "corpus": data_path_or_name,
             "corpus_slice": corpus_slice,
-            "positions_per_doc": positions_per_document,
+            "positions_per_doc": num_positions_per_document,
         },
         "created_by": f"activation_extraction {activation_extraction.__version__}",
     }

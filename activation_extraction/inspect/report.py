@@ -1,4 +1,4 @@
-"""Writes the HTML file of --report, which describes a run from a sample of its shards.
+"""Writes the HTML file of --report, which describes a run from some of its shards.
 
 The run may be in a local folder or a bucket, and need not be finished. Pickled code is never run.
 The page is rendered from report.jinja, in which every value is escaped. Rendering needs matplotlib
@@ -55,15 +55,15 @@ def show_report(root: Folder, file: str) -> int:
             raise InputError(f"--report: needs {package_name}; {install_extra_advice('report')}")
     if report_path.is_dir() or not report_path.parent.is_dir():
         raise InputError(f"--report {report_path}: expected a file in a folder that exists")
-    run_dataset = _open_dataset(root, log_by_folder)
-    report_html = make_report(run_dataset, log_by_folder)
+    activation_dataset = _open_dataset(root, log_by_folder)
+    report_html = make_report(activation_dataset, log_by_folder)
     try:
         write_file(report_path, [report_html.encode()])
     except (OSError, FolderError) as error:
         raise InputError(f"--report {report_path}: {reason_of(error)}") from error
     say(f"report: {report_path}")
     card_path = report_path.with_name(CARD_NAME)
-    if write_card(run_dataset, card_path):
+    if write_card(activation_dataset, card_path):
         say(f"dataset card: {card_path}; to share the run on the hub, rename it to README.md")
     else:
         say(f"dataset card: {card_path} has been edited or is no card; it is left as it is")
@@ -132,7 +132,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         identity=dataset.identity,
         hosts=host_states(log_by_folder),
         selection=token_selection,
-        hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer)),
+        hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer_or_hook_number)),
         decode=decode_token,
         undecoded=decoding_problem,
         codes=[*codes_in_words(statistics_by_hook), *warning_lines],

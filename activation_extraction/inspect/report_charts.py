@@ -62,7 +62,7 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         axes: The axes to draw on.
         hooks: The reports on the hooks of one kind.
     """
-    layer_numbers = [hook_report.layer for hook_report in hooks]
+    layer_or_hook_numbers = [hook_report.layer_or_hook_number for hook_report in hooks]
     # Quantiles of the norms, with a row for each probability in LEVELS, (6, hooks).
     norm_quantiles = np.transpose([hook_report.norm_quantiles for hook_report in hooks])
     (
@@ -74,7 +74,7 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         max_norms,
     ) = norm_quantiles
     axes.vlines(
-        layer_numbers,
+        layer_or_hook_numbers,
         percentile_1_norms,
         percentile_99_norms,
         color=BLUE,
@@ -82,15 +82,15 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         alpha=0.55,
     )
     axes.vlines(
-        layer_numbers,
+        layer_or_hook_numbers,
         first_quartile_norms,
         third_quartile_norms,
         color=BLUE,
         linewidth=4.5,
         alpha=0.55,
     )
-    axes.plot(layer_numbers, median_norms, "o", color=BLUE, markersize=4.5)
-    axes.plot(layer_numbers, max_norms, "x", color=RED, markersize=4.5)
+    axes.plot(layer_or_hook_numbers, median_norms, "o", color=BLUE, markersize=4.5)
+    axes.plot(layer_or_hook_numbers, max_norms, "x", color=RED, markersize=4.5)
     axes.set(xlabel=_label(hooks), ylabel="norm")
     _norm_scale(axes, norm_quantiles)
 
@@ -106,15 +106,17 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], range_starts: Seq
     """
     line_colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
     for line_color, hook_report in zip(line_colors, hooks, strict=True):
-        layer_label = hook_report.layer if hook_report in (hooks[0], hooks[-1]) else None
+        number_label = (
+            hook_report.layer_or_hook_number if hook_report in (hooks[0], hooks[-1]) else None
+        )
         axes.plot(
-            hook_report.median_norm_by_position_range, ".-", color=line_color, label=layer_label
+            hook_report.median_norms_of_position_ranges, ".-", color=line_color, label=number_label
         )
     axes.figure.legend(loc="outside upper center", ncols=2, title=_label(hooks))
     axes.set(xlabel="position in the document", ylabel="median norm")
     axes.set_xticks(range(len(range_starts)), [str(range_start) for range_start in range_starts])
     _norm_scale(
-        axes, np.stack([hook_report.median_norm_by_position_range for hook_report in hooks])
+        axes, np.stack([hook_report.median_norms_of_position_ranges for hook_report in hooks])
     )
 
 

@@ -2,8 +2,8 @@
 
 The numbers are based on a selection of tokens (`TokenSelection`), which is read from shards that
 are spread over the whole run. The number of selected tokens is limited, so that reports of large
-and small runs take about the same time and memory. report.jinja makes a page of the numbers. The
-page calls the samples of the run documents, and calls the selection of tokens the sample.
+and small runs take about the same time and memory. report.jinja makes a page of the numbers. On the
+page, a sample of the run is called "document", and the selection of tokens is called "sample".
 """
 
 import re
@@ -38,13 +38,14 @@ OUTLIER = 10.0
 LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99, 1.0)  # probabilities of the quantiles of norms
 MEDIAN = 2  # index of the median in LEVELS
 OTHER = "other hooks"  # kind of the hooks whose names contain no layer
-# Number of tokens with the largest norms at a hook among which `largest_tokens` looks for similar
-# tokens.
-LARGEST = 200
+# `tokens_with_largest_norms` considers this number of tokens at a hook: the tokens with the largest
+# norms. It counts tokens with the same id together.
+NUM_LARGEST_NORMS = 200
 BINS = 120  # largest number of bins in the chart of the throughput
-# The chart has so few bins that the host with the most shards has at least this number of shards
-# per bin, on average over the bins. If the host has fewer shards, there is a single bin. With fewer
-# shards per bin, the chart would jump, because shards are often committed at the same time.
+# Smallest mean number of shards per bin in the chart of the throughput, for the host with the most
+# shards. It limits the number of bins: with fewer shards per bin, the chart would jump, because
+# shards are often committed at the same time. If the host has fewer shards than this number, there
+# is a single bin.
 SHARDS_PER_BIN = 4
 
 
@@ -79,14 +80,14 @@ class TokenSelection:
         The keys are the first positions of the ranges. The values are indices of `positions`.
         Ranges without tokens are left out.
         """
-        first_position_of_ranges = np.array(
+        first_positions_of_ranges = np.array(
             [0, 1, 2, 3, *(2**exponent for exponent in range(2, 31))]
         )
         range_number_of_token = (
-            np.searchsorted(first_position_of_ranges, self.positions, "right") - 1
+            np.searchsorted(first_positions_of_ranges, self.positions, "right") - 1
         )
         return {
-            int(first_position_of_ranges[range_number]): np.flatnonzero(
+            int(first_positions_of_ranges[range_number]): np.flatnonzero(
                 range_number_of_token == range_number
             )
             for range_number in np.unique(range_number_of_token)
@@ -143,22 +144,26 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
     samples_per_shard = max(
         num_tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
     )
-    first_sample_index_of_shard = np.cumsum([0, *(commit.count for commit in shard_commits)])
+    first_sample_indices_of_shards = np.cumsum([0, *(commit.count for commit in shard_commits)])
     chosen_sample_mask = np.zeros(len(dataset), bool)
     chosen_samples: list[StoredSample] = []  # without samples that have no stored tokens
     for shard_index in shard_indices:
-        max_first_index_in_shard = max(shard_commits[shard_index].count - samples_per_shard, 0)
-        first_index_in_shard = int(
-            np.random.default_rng(shard_index).integers(max_first_index_in_shard + 1)
+        max_first_sample_index_in_shard = max(
+            shard_commits[shard_index].count - samples_per_shard, 0
         )
-        first_chosen_sample_index = first_sample_index_of_shard[shard_index] + first_index_in_shard
+        first_chosen_sample_index_in_shard = int(
+            np.random.default_rng(shard_index).integers(max_first_sample_index_in_shard + 1)
+        )
+        first_chosen_sample_index = (
+            first_sample_indices_of_shards[shard_index] + first_chosen_sample_index_in_shard
+        )
         stop_sample_index = min(
             first_chosen_sample_index + samples_per_shard,
-            first_sample_index_of_shard[shard_index + 1],
+            first_sample_indices_of_shards[shard_index + 1],
         )
         chosen_sample_mask[first_chosen_sample_index:stop_sample_index] = True
         sample_table = dataset.shards.read_sample_table(shard_index).slice(
-            first_index_in_shard, samples_per_shard
+            first_chosen_sample_index_in_shard, samples_per_shard
         )
         chosen_samples += [
             stored_sample
@@ -225,15 +230,18 @@ class HookReport:
         name: The name of the hook.
         kind: The name without the layer. The charts show the hooks of one kind together. OTHER if
             the name contains no layer.
-        layer: The number of the layer. `hook_number` if the kind is OTHER.
+        layer_or_hook_number: The number of the layer. `hook_number` if the kind is OTHER.
         norm_quantiles: The 1 %, 25 %, 50 %, 75 % and 99 % quantiles of the tokens' norms, and the
             largest norm (see LEVELS), float64 (6,).
-        median_norm_by_position_range: The median norm in each range of `selection.position_ranges`,
-            float64 (ranges,).
+        median_norms_of_position_ranges: The median norm of the tokens in each range of
+            `selection.position_ranges`, float64 (ranges,).
         outlier_token_mask: Whether the norm of each token is an outlier (see OUTLIER), bool
             (tokens,).
-        largest_tokens_and_counts: A list of tuples, which `largest_tokens` returns. Each contains
-            the index of a token with one of the largest norms, and the number of similar tokens.
+        tokens_with_largest_norms_and_counts: The list that `tokens_with_largest_norms` returns. It
+            contains a tuple for each token id among the NUM_LARGEST_NORMS tokens with the largest
+            norms: the index of the token that has the largest norm of the tokens with this id, and
+            the number of tokens with this id. Tokens at position 0 are counted apart from other
+            tokens with the same id, in a tuple of their own.
         outlier_dimensions_and_ratios: A list with a tuple for each dimension whose root mean square
             is an outlier (see OUTLIER), the largest first. The tuple contains the number of the
             dimension, from 0, and its root mean square as a multiple of the median over all
@@ -246,19 +254,19 @@ class HookReport:
         layer_match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", hook_name)
         self.name = hook_name
         if layer_match:
-            self.kind, self.layer = layer_match[2], int(layer_match[1])
+            self.kind, self.layer_or_hook_number = layer_match[2], int(layer_match[1])
         else:
-            # The charts order the hooks of a kind by `layer`. Hooks of the kind OTHER have no
+            # The charts order the hooks of a kind by this number. Hooks of the kind OTHER have no
             # layer, so the charts order them by the number of the hook.
-            self.kind, self.layer = OTHER, hook_number
+            self.kind, self.layer_or_hook_number = OTHER, hook_number
         self.norm_quantiles = np.quantile(hook_norms, LEVELS)
         median_norms = [
             np.median(hook_norms[token_indices])
             for token_indices in selection.position_ranges.values()
         ]
-        self.median_norm_by_position_range = np.array(median_norms)
+        self.median_norms_of_position_ranges = np.array(median_norms)
         self.outlier_token_mask = hook_norms > OUTLIER * self.norm_quantiles[MEDIAN]
-        self.largest_tokens_and_counts = largest_tokens(selection, hook_norms)
+        self.tokens_with_largest_norms_and_counts = tokens_with_largest_norms(selection, hook_norms)
         statistics_per_dimension = statistics_of_selection.without_first_token
         if not statistics_per_dimension.tokens:
             statistics_per_dimension = statistics_of_selection.all_tokens
@@ -276,39 +284,42 @@ class HookReport:
         ]
 
 
-def largest_tokens(selection: TokenSelection, norms: np.ndarray) -> list[tuple[int, int]]:
-    """Finds the tokens with the largest norms, and counts similar tokens together.
+def tokens_with_largest_norms(
+    selection: TokenSelection, norms: np.ndarray
+) -> list[tuple[int, int]]:
+    """Finds the tokens with the largest norms, and counts tokens with the same id together.
 
-    Two tokens are similar if they have the same token id, and both or neither of them are at
-    position 0. Only the LARGEST tokens with the largest norms are considered. The report shows
-    similar tokens once.
+    The NUM_LARGEST_NORMS tokens with the largest norms are divided into sets. The tokens of a set
+    have the same token id, and either all or none of them are at position 0. The report shows each
+    set once.
 
     Args:
         selection: The tokens on which the report is based.
         norms: The norms of the tokens' activations at a hook, (tokens,).
 
     Returns:
-        A tuple for each set of similar tokens, in descending order of the largest norm in the set.
-        It contains the index of the token with this norm, and the number of tokens in the set.
+        A tuple for each set, in descending order of the largest norm in the set. It contains the
+        index in `norms` of the token with this norm, and the number of tokens in the set.
     """
-    indices_of_largest_norms = np.argsort(-norms, kind="stable")[:LARGEST]
+    indices_of_largest_norms = np.argsort(-norms, kind="stable")[:NUM_LARGEST_NORMS]
     first_token_mask = selection.positions[indices_of_largest_norms] == 0
     # A column for each token: its id, and 1 if it is the first token of a sample, otherwise 0.
-    # Tokens with equal columns are similar.
-    token_ids_over_first_token_mask = np.stack(
+    # Tokens with equal columns form a set.
+    stacked_token_ids_and_first_token_mask = np.stack(
         [selection.token_ids[indices_of_largest_norms], first_token_mask]
     )
-    # The rank of a token is its index in `indices_of_largest_norms`, 0 for the largest norm.
-    # `np.unique` returns the first rank among similar tokens, which belongs to their largest norm.
-    _, ranks_of_largest_norms, similar_token_counts = np.unique(
-        token_ids_over_first_token_mask, axis=1, return_index=True, return_counts=True
+    # The rank of a token is its index in `indices_of_largest_norms`, 0 for the largest norm. For
+    # each set of tokens, `np.unique` returns the smallest rank, which is the rank of the token with
+    # the largest norm, and the number of tokens.
+    _, ranks_of_largest_norms, token_counts_of_sets = np.unique(
+        stacked_token_ids_and_first_token_mask, axis=1, return_index=True, return_counts=True
     )
     token_indices_and_counts = []
-    for rank_of_largest_norm, similar_token_count in sorted(
-        zip(ranks_of_largest_norms, similar_token_counts, strict=True)
+    for rank_of_largest_norm, token_count_of_set in sorted(
+        zip(ranks_of_largest_norms, token_counts_of_sets, strict=True)
     ):
         token_indices_and_counts.append(
-            (int(indices_of_largest_norms[rank_of_largest_norm]), int(similar_token_count))
+            (int(indices_of_largest_norms[rank_of_largest_norm]), int(token_count_of_set))
         )
     return token_indices_and_counts
 
@@ -328,8 +339,8 @@ def throughput(
         of all hosts together in each bin, (bins,). None if the times in the commits do not show how
         long the shards took.
     """
-    # An array (2, shards + 1) for each host. Column i contains the seconds until the end of the
-    # host's shard i, counted from 1, and the tokens that are stored then. Column 0 is 0.
+    # An array (2, shards + 1) for each host. Column i contains the total seconds and tokens of the
+    # first i shards of the host, so column 0 contains zeros.
     cumulative_seconds_and_tokens_of_hosts: list[np.ndarray] = []
     for commits_of_host in commits_of_hosts:
         seconds_and_tokens_of_shards = [
@@ -347,13 +358,16 @@ def throughput(
     )
     bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
     seconds_of_slowest_host = max(
-        seconds_until_shard_ends[-1]
-        for seconds_until_shard_ends, _ in cumulative_seconds_and_tokens_of_hosts
+        cumulative_seconds_of_shards[-1]
+        for cumulative_seconds_of_shards, _ in cumulative_seconds_and_tokens_of_hosts
     )
     bin_edges = np.linspace(0, seconds_of_slowest_host, bin_count + 1)
     token_counts_until_bin_edges = np.zeros(bin_count + 1)
-    for seconds_until_shard_ends, tokens_until_shard_ends in cumulative_seconds_and_tokens_of_hosts:
+    for (
+        cumulative_seconds_of_shards,
+        cumulative_tokens_of_shards,
+    ) in cumulative_seconds_and_tokens_of_hosts:
         token_counts_until_bin_edges += np.interp(
-            bin_edges, seconds_until_shard_ends, tokens_until_shard_ends
+            bin_edges, cumulative_seconds_of_shards, cumulative_tokens_of_shards
         )
     return bin_edges, np.diff(token_counts_until_bin_edges) / np.diff(bin_edges)

@@ -43,8 +43,8 @@ from activation_extraction.inspect.compare_states import (
 )
 from activation_extraction.inspect.draft_files import (
     FINAL_NORM_HOOK,
-    last_stream_hook,
-    streams_by_number,
+    last_residual_stream_hook,
+    residual_stream_hooks_by_number,
 )
 from activation_extraction.inspect.hidden_states import StatesFolder, StoredRow
 from activation_extraction.store.chosen_samples import StatesRecomputer
@@ -237,12 +237,12 @@ def _read_rows(
         width_of_first_row = first_row.width
         if not len(stored_row.token_ids) or not len(stored_row.states_of_layers[0]):
             problem_messages.append(
-                f"row {row_number}: {folder.file_name(row_number)}: holds no tokens or states"
+                f"row {row_number}: {folder.relative_path(row_number)}: holds no tokens or states"
             )
         elif (layer_count, width) != (layer_count_of_first_row, width_of_first_row):
             problem_messages.append(
-                f"row {row_number}: {folder.file_name(row_number)}: holds {layer_count} layers of "
-                f"{width} values; row {next(iter(row_by_number))} holds "
+                f"row {row_number}: {folder.relative_path(row_number)}: holds {layer_count} layers "
+                f"of {width} values; row {next(iter(row_by_number))} holds "
                 f"{layer_count_of_first_row} of {width_of_first_row}"
             )
         else:
@@ -365,7 +365,7 @@ def _canonical(hook: str) -> str:
     Raises:
         InputError: If the hook is neither a residual stream nor the output of the final norm.
     """
-    stream_number = next(iter(streams_by_number([hook])), None)
+    stream_number = next(iter(residual_stream_hooks_by_number([hook])), None)
     if stream_number is not None:
         return (
             "blocks.0.hook_resid_pre"
@@ -473,7 +473,7 @@ def _order_key(hook: str) -> float:
     Args:
         hook: Name of the hook, which is a residual stream or the output of the final norm.
     """
-    return next(iter(streams_by_number([hook])), float("inf"))
+    return next(iter(residual_stream_hooks_by_number([hook])), float("inf"))
 
 
 def _wrong_ids(
@@ -504,7 +504,7 @@ def _wrong_ids(
             )
         yield (
             row_number,
-            f"row {row_number}: {folder.file_name(row_number)}: has {difference_in_words}",
+            f"row {row_number}: {folder.relative_path(row_number)}: has {difference_in_words}",
         )
 
 
@@ -720,10 +720,10 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
     expected_hook_name = hook.name
     if not hook.is_certain or actual_hook_name == expected_hook_name:
         return ""
-    last_stream_hook_name = last_stream_hook(model.num_layers)
-    if (actual_hook_name, expected_hook_name) == (FINAL_NORM_HOOK, last_stream_hook_name):
+    last_residual_stream_hook_name = last_residual_stream_hook(model.num_layers)
+    if (actual_hook_name, expected_hook_name) == (FINAL_NORM_HOOK, last_residual_stream_hook_name):
         return ", after the final norm instead of before it"
-    if (actual_hook_name, expected_hook_name) == (last_stream_hook_name, FINAL_NORM_HOOK):
+    if (actual_hook_name, expected_hook_name) == (last_residual_stream_hook_name, FINAL_NORM_HOOK):
         return ", before the final norm instead of after it"
     ordered_hook_names = [*_stream_names(model.num_layers), FINAL_NORM_HOOK]
     index_of_actual_hook = ordered_hook_names.index(actual_hook_name)
@@ -809,7 +809,7 @@ def _describe_parts(
     if (best_match.hook_name, best_match.token_offset) == (hook.name, 0) and any(
         (alignment.hook_name, alignment.row_number, alignment.token_offset)
         == (hook.name, check.row_number, 0)
-        and alignment.is_matching_state.all()
+        and alignment.matching_state_mask.all()
         for alignment in alignments
     ):
         limit_in_words = f"at most {_percent(check.limits.row_error)} is explained by rounding"
@@ -819,7 +819,7 @@ def _describe_parts(
         return "; ".join(problem_phrases)
     unexplained_state_mask = ~zero_state_mask
     for alignment in best_alignments(alignments_nearest_first):
-        unexplained_state_mask &= ~alignment.is_matching_state
+        unexplained_state_mask &= ~alignment.matching_state_mask
         problem_phrases.append(_part_in_words(alignment, check.row_number, hook, model))
     if unexplained_state_mask.all():
         nearest_hook_in_words = (
@@ -865,11 +865,11 @@ def _part_in_words(
             hooks.
     """
     other_hook_in_words = _other_hook(alignment.hook_name, hook, model)
-    do_all_states_match = bool(alignment.is_matching_state.all())
+    do_all_states_match = bool(alignment.matching_state_mask.all())
     is_same_row = alignment.row_number == row_number
     if is_same_row and not alignment.token_offset and not other_hook_in_words:
-        return f"the right states in {_tokens_in_words(alignment.is_matching_state)}"
-    matching_state_indices = np.flatnonzero(alignment.is_matching_state)
+        return f"the right states in {_tokens_in_words(alignment.matching_state_mask)}"
+    matching_state_indices = np.flatnonzero(alignment.matching_state_mask)
     first_token_index, last_token_index = (
         matching_state_indices[[0, -1]] + alignment.token_offset
     ).tolist()
@@ -882,7 +882,7 @@ def _part_in_words(
         else f"tokens {first_token_index} to {last_token_index}"
     )
     states_in_words = (
-        "" if do_all_states_match else f" in {_tokens_in_words(alignment.is_matching_state)}"
+        "" if do_all_states_match else f" in {_tokens_in_words(alignment.matching_state_mask)}"
     )
     row_in_words = row_in_words or " of the same row"
     return f"the states of {tokens_in_words}{row_in_words}{states_in_words}{other_hook_in_words}"
