@@ -36,7 +36,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from activation_extraction.model.attention import Attention, attention_pattern
+from activation_extraction.model.attention import AttentionFunction, attention_pattern
 from activation_extraction.model.decoder import Decoder
 from activation_extraction.model.delta_net import GatedDeltaNet
 from activation_extraction.model.experts import Experts, ExpertSumFunction, route, scattered
@@ -125,7 +125,7 @@ class SelfAttention(nn.Module):
 
     config: ModelConfig
     dtype: Any
-    attention: Attention
+    attention: AttentionFunction
     layout: Layout
 
     def setup(self) -> None:
@@ -188,7 +188,9 @@ class SelfAttention(nn.Module):
         intermediates["out"] = constrain(self.o_proj(head_outputs).astype(self.dtype), *STREAM)
         return intermediates["out"], intermediates
 
-    def _attend(self, attention: Attention, has_window: Array | None, *inputs: Array) -> Array:
+    def _attend(
+        self, attention: AttentionFunction, has_window: Array | None, *inputs: Array
+    ) -> Array:
         """Computes attention, with the model's window if this layer has a window.
 
         Args:

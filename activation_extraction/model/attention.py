@@ -1,8 +1,8 @@
 """Computes causal grouped-query attention over packed rows.
 
 A row contains several samples, one segment each, and tokens see only tokens of their own sample.
-All implementations of attention have the signature `Attention`, so the model can use any of them.
-`dense_attention` is the reference implementation, which materialises all scores, and
+All implementations of attention have the signature `AttentionFunction`, so the model can use any of
+them. `dense_attention` is the reference implementation, which materialises all scores, and
 `blocked_attention` is for CPUs. kernels.py and flash_kernel.py contain the kernels for TPUs and
 GPUs.
 
@@ -48,7 +48,7 @@ class Segments(NamedTuple):
 #   window       the largest number of tokens that a token sees, itself included, an int; None for
 #                no limit: a token then sees its segment up to itself
 # The outputs of padding are meaningless.
-Attention = Callable[..., Array]
+AttentionFunction = Callable[..., Array]
 
 QUERY_BLOCK = 64  # the number of queries that `blocked_attention` computes together
 # For each block of queries, `blocked_attention` reads a span of consecutive keys. The length of
@@ -112,8 +112,8 @@ def dense_attention(
 ) -> Array:
     """Computes attention with all (T, S) scores in memory at once.
 
-    This is the reference implementation of `Attention`. Tests compare the other implementations
-    with it.
+    This is the reference implementation of `AttentionFunction`. Tests compare the other
+    implementations with it.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
 
@@ -126,7 +126,7 @@ def dense_attention(
         window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
-        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
+        The outputs, (B, T, N, H) in the dtype of q. See `AttentionFunction` for their definition.
     """
     sees_key = visible_keys(segments, first_query, window)
     grouped_output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, sees_key).astype(v.dtype), v)
@@ -143,7 +143,7 @@ def attention_pattern(
 ) -> Array:
     """Returns the attention weights of every query, ordered by the key's position in its sample.
 
-    The function has the signature of `Attention`, but returns weights instead of outputs.
+    The function has the signature of `AttentionFunction`, but returns weights instead of outputs.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
 
@@ -163,8 +163,8 @@ def attention_pattern(
     sees_key = visible_keys(segments, first_query, window)
     attention_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape (B, T, K, G, S)
     attention_weights = attention_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
-    is_same_segment = segments.q[..., :, None] == segments.k[..., None, :]
-    segment_start_of_query = jnp.argmax(is_same_segment, axis=-1)
+    same_segment_mask = segments.q[..., :, None] == segments.k[..., None, :]
+    segment_start_of_query = jnp.argmax(same_segment_mask, axis=-1)
     # Column j of a query is the key j tokens after the start of the query's segment. Where this key
     # lies in another segment, its weight is 0.
     key_index_of_column = segment_start_of_query[..., None] + jnp.arange(k.shape[1])
@@ -222,7 +222,7 @@ def blocked_attention(
         window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
-        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
+        The outputs, (B, T, N, H) in the dtype of q. See `AttentionFunction` for their definition.
     """
     row_count, query_count, head_count, head_dim = q.shape
     key_count, kv_head_count = k.shape[1:3]
@@ -231,9 +231,9 @@ def blocked_attention(
     blocks_per_row = q.shape[1] // QUERY_BLOCK
     span_length_step = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
     span_lengths = [*range(span_length_step, key_count, span_length_step), key_count]
-    branch_number_by_block = _branch_numbers(segments, first_query, span_lengths, window)
-    query_segments_by_block = segments.q.reshape(-1, QUERY_BLOCK)
-    block_count = len(query_segments_by_block)
+    branch_numbers_of_blocks = _branch_numbers(segments, first_query, span_lengths, window)
+    query_segments_of_blocks = segments.q.reshape(-1, QUERY_BLOCK)
+    block_count = len(query_segments_of_blocks)
     # The query heads that read the same key/value head are computed in one matrix product. Its left
     # operand has a row for each of these heads and each query of a block.
     grouped_query_bits = to_bits(q).reshape(
@@ -266,7 +266,7 @@ def blocked_attention(
                 lax.dynamic_slice(v_bits, span_start_indices, span_shape)[0], v.dtype
             )
             segments_of_block_and_span = Segments(
-                query_segments_by_block[block_number], segments_of_span_keys
+                query_segments_of_blocks[block_number], segments_of_span_keys
             )
             sees_key = visible_keys(
                 segments_of_block_and_span, first_query_of_block, window, first_key_index_of_span
@@ -277,7 +277,7 @@ def blocked_attention(
             return jnp.zeros(grouped_query_bits.shape[1:], grouped_query_bits.dtype)
 
         span_branches = [partial(attend_to_span, span_length) for span_length in span_lengths]
-        return lax.switch(branch_number_by_block[block_number], [skip, *span_branches])
+        return lax.switch(branch_numbers_of_blocks[block_number], [skip, *span_branches])
 
     block_outputs = lax.map(compute_block, jnp.arange(block_count))
     block_outputs = block_outputs.reshape(block_count, kv_head_count, QUERY_BLOCK, -1).swapaxes(
@@ -310,9 +310,9 @@ def _branch_numbers(
     """
     # The span of keys that a block of queries reads begins with the first key of the segment that
     # contains the block's first query.
-    first_query_segment_by_block = segments.q[:, ::QUERY_BLOCK, None]
+    first_query_segments_of_blocks = segments.q[:, ::QUERY_BLOCK, None]
     first_key_index_of_span = jnp.argmax(
-        segments.k[:, None, :] == first_query_segment_by_block, axis=-1
+        segments.k[:, None, :] == first_query_segments_of_blocks, axis=-1
     )
     end_key_index_of_span = first_query + QUERY_BLOCK * jnp.arange(
         1, first_key_index_of_span.shape[1] + 1
@@ -324,9 +324,9 @@ def _branch_numbers(
     needed_span_lengths = (
         jnp.minimum(end_key_index_of_span, span_lengths[-1]) - first_key_index_of_span
     )
-    branch_number_by_block = jnp.searchsorted(jnp.asarray(span_lengths), needed_span_lengths) + 1
+    branch_numbers_of_blocks = jnp.searchsorted(jnp.asarray(span_lengths), needed_span_lengths) + 1
     block_has_tokens = segments.q.reshape(*first_key_index_of_span.shape, QUERY_BLOCK).any(axis=-1)
-    return jnp.where(block_has_tokens, branch_number_by_block, 0).reshape(-1)
+    return jnp.where(block_has_tokens, branch_numbers_of_blocks, 0).reshape(-1)
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
@@ -345,11 +345,11 @@ def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
         The outputs, with the shape and dtype of q.
     """
     scores = einsum("KQH,KSH->KQS", q, k)
-    scores_by_query = scores.reshape(len(k), len(mask), -1, k.shape[1])  # shape KQGS
-    scores_by_query = jnp.where(mask[:, None], scores_by_query, jnp.finfo(jnp.float32).min)
-    scores = scores_by_query.reshape(scores.shape)
+    grouped_scores = scores.reshape(len(k), len(mask), -1, k.shape[1])  # shape (K, Q, G, S)
+    grouped_scores = jnp.where(mask[:, None], grouped_scores, jnp.finfo(jnp.float32).min)
+    scores = grouped_scores.reshape(scores.shape)
     unnormalised_weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    weight_sum_by_query = unnormalised_weights.sum(axis=-1, keepdims=True)
+    weight_sums_of_queries = unnormalised_weights.sum(axis=-1, keepdims=True)
     return (
-        einsum("KQS,KSH->KQH", unnormalised_weights.astype(v.dtype), v) / weight_sum_by_query
+        einsum("KQS,KSH->KQH", unnormalised_weights.astype(v.dtype), v) / weight_sums_of_queries
     ).astype(q.dtype)

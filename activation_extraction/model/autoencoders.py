@@ -259,25 +259,27 @@ def read_autoencoder(hook_name: str, name: str) -> Autoencoder:
         name, Repository(repository_path, kind=AUTOENCODER), folder_in_repository, layer_digits
     )
     try:
-        field_values = _read_fields(autoencoder_files, weights_file_name)
-        _check_shapes(autoencoder_files, field_values)
-        _check_finite(autoencoder_files, field_values)
+        value_by_field_name = _read_fields(autoencoder_files, weights_file_name)
+        _check_shapes(autoencoder_files, value_by_field_name)
+        _check_finite(autoencoder_files, value_by_field_name)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         error_text = f"{type(error).__name__}: {one_line(error):.200}"
         raise autoencoder_files.error(f"cannot be read: {error_text}") from error
-    hook_name_in_files = field_values["hook_name"]
+    hook_name_in_files = value_by_field_name["hook_name"]
     if not hook_name and not hook_name_in_files:
         raise autoencoder_files.error(f"does not name its hook; give --encode HOOK={name}")
     if hook_name:
-        field_values["hook_name"] = hook_name
-        if field_values["target_hook_name"] == hook_name_in_files:
-            field_values["target_hook_name"] = hook_name
-    are_weights_bfloat16 = str(field_values.get("dtype", field_values["W_enc"].dtype)).endswith(
-        "bfloat16"
+        value_by_field_name["hook_name"] = hook_name
+        if value_by_field_name["target_hook_name"] == hook_name_in_files:
+            value_by_field_name["target_hook_name"] = hook_name
+    are_weights_bfloat16 = str(
+        value_by_field_name.get("dtype", value_by_field_name["W_enc"].dtype)
+    ).endswith("bfloat16")
+    value_by_field_name["dtype"] = np.dtype(
+        ml_dtypes.bfloat16 if are_weights_bfloat16 else np.float32
     )
-    field_values["dtype"] = np.dtype(ml_dtypes.bfloat16 if are_weights_bfloat16 else np.float32)
     return Autoencoder(
-        **field_values,
+        **value_by_field_name,
         name=name,
         hook_name_in_files=hook_name_in_files,
         files=tuple(autoencoder_files.paths_read),
@@ -309,13 +311,13 @@ def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> Fields:
         InputError: If there is no format whose files all exist. The message lists the files of all
             formats.
     """
-    expected_files_in_words: list[str] = []
+    descriptions_of_expected_files: list[str] = []
     for file_format in FORMATS:
         weights_file_pattern = file_format.weights_file_pattern
         config_file_name = file_format.config_file_name
         expected_file_name = weights_file_pattern.format(files.layer_digits)
         file_name_in_message = weights_file_pattern.format(files.layer_digits or "N")
-        expected_files_in_words.append(
+        descriptions_of_expected_files.append(
             f"{file_name_in_message} with {config_file_name}"
             if config_file_name
             else file_name_in_message
@@ -337,7 +339,7 @@ def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> Fields:
     )
     raise files.error(
         f"has no {weights_file_name or 'files'} of a supported format; looked for "
-        f"{', '.join(dict.fromkeys(expected_files_in_words))}{layer_remark}"
+        f"{', '.join(dict.fromkeys(descriptions_of_expected_files))}{layer_remark}"
     )
 
 
@@ -593,7 +595,8 @@ def llamascopium(files: AutoencoderFiles, config: PublishedConfig, tensors: Tens
     if not config.get("use_decoder_bias", True):
         tensors["b_dec"] = np.zeros(output_width, np.float32)
     # With this setting, training scales the activations at the input hook and at the output hook to
-    # an average norm of sqrt(output_width). The factors are folded into the weights.
+    # an average norm of sqrt(output_width). The code below folds the two factors into the weights,
+    # so that the weights apply to activations that are not scaled.
     if normalisation_setting == "dataset-wise":
         input_norm_factor = np.float32(
             output_width**0.5 / average_norm_by_hook[input_hook_name].item()
@@ -683,8 +686,9 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
             last axis is replaced by its transpose.
 
     Raises:
-        InputError: If a tensor is unknown, W_enc or W_dec is square, the shapes of the tensors are
-            inconsistent, or k is not between 1 and the number of features.
+        InputError: If a tensor is unknown, if W_enc or W_dec is square (the shape of a square
+            matrix does not tell which axis holds the features), if the shapes of the tensors are
+            inconsistent, or if k is not between 1 and the number of features.
     """
     for field_name in sorted(fields.keys() - Autoencoder.__dataclass_fields__.keys()):
         raise files.error(

@@ -161,9 +161,10 @@ class Capture:
             self.plan(range(first_layer, first_layer + layers_per_stage))
             for first_layer in first_layers_of_stages
         ]
-        slots_of_kinds = zip(*(plan.slots_of_kinds for plan in stage_plans), strict=True)
+        # For each kind, a tuple with the slots of each stage.
+        stage_slots_of_kinds = zip(*(plan.slots_of_kinds for plan in stage_plans), strict=True)
         return stage_plans[0].with_slots(
-            tuple(np.stack(kind_slots) for kind_slots in slots_of_kinds)
+            tuple(np.stack(stage_slots_of_kind) for stage_slots_of_kind in stage_slots_of_kinds)
         )
 
     def plan_end(self) -> Plan:

@@ -93,7 +93,7 @@ class Checkpoint(Repository):
         """
         if ADAPTER.config_file_name in self.file_names:
             raise self.adapter_error()
-        tensor_names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
+        tensor_names_in_files = list(self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors)
         return tensors_of_language_model(tensor_names_in_files, self.flag_with_value)
 
     def local_tensors(self) -> Collection[str] | None:

@@ -35,10 +35,11 @@ from activation_extraction.model.parameters import STACKS, ParamPath
 # number, because the caches of a CPU can hold the values of so many tokens.
 TOKENS_AT_ONCE = 2048
 
-# Some layers of a model, as a tuple of two elements. The first one is the stacked parameters of the
-# layers. The second one tells whether the attention of each layer has a sliding window, (layers,)
-# bool; it is None in a model without windows.
-StackedLayers = tuple[Any, Any]  # (stacked parameters, sliding-window flags of layers)
+# Some layers of a model, as a tuple of two elements:
+#   the stacked parameters of the layers
+#   the mask of the layers whose attention has a sliding window, (layers,) bool; None in a model
+#   without windows
+StackedLayers = tuple[Any, Any]
 # A function that maps the intermediates of a layer, by name, to a pytree of the arrays to keep.
 KeepArrays = Callable[[dict[str, Any]], Any]
 
@@ -106,16 +107,18 @@ class Decoder:
         zero_token_array = jnp.zeros((1, 1), jnp.int32)
         module_dtype = self.module_by_type[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
-        has_window_of_each_layer = self.config.sliding(range(1))
-        has_window = None if has_window_of_each_layer is None else has_window_of_each_layer[0]
+        windowed_layer_mask = self.config.sliding(range(1))
+        has_window = None if windowed_layer_mask is None else windowed_layer_mask[0]
         return x, rotary_table(zero_token_array, self.config), zero_token_array, has_window
 
     def stacked(self, params: Any) -> StackedLayers:
-        """Returns the argument of `scan` that describes the first layers of the model.
+        """Combines the stacked parameters of layers with the mask of layers with a sliding window.
+
+        The result is the argument `layers` of `scan`.
 
         Args:
-            params: The stacked parameters of these layers. The shapes determine the number of
-                layers.
+            params: The stacked parameters of the first layers of the model. The shapes of these
+                arrays determine the number of layers.
 
         Returns:
             A tuple of:
@@ -178,7 +181,7 @@ class Decoder:
         Returns:
             The carry after the last layer.
         """
-        params_of_layers, has_window_of_each_layer = layers
+        params_of_layers, windowed_layer_mask = layers
         layer_types = self.config.layer_types[: self._count(params_of_layers)]
         params_by_type = (
             params_of_layers if self.has_several_types else {layer_types[0]: params_of_layers}
@@ -231,7 +234,7 @@ class Decoder:
             type_numbers_of_layers,
             indices_in_stacks_of_layers,
             params_of_only_type,
-            has_window_of_each_layer,
+            windowed_layer_mask,
             per_layer,
         )
         carry, _ = jax.lax.scan(step, carry, arrays_with_layer_axis)
@@ -337,18 +340,19 @@ def stage_length(types: Sequence[str], stages: int) -> int:
     All stages run the same program, so the types of their layers must come in the same sequence. If
     the layers do not fill the last stages, layers of zeros are appended to the model.
 
-    The result is the smallest number of layers per stage with which all stages have the same
-    sequence of types, and with which no more stages than necessary lack layers of the model. With L
-    layers and S stages, a stage needs at least ceil(L / S) layers. With n layers per stage,
-    ceil(L / n) stages contain layers of the model. So n is only considered if ceil(L / n) equals
-    ceil(L / ceil(L / S)).
+    With L layers and S stages, a stage needs at least m = ceil(L / S) layers. The result is the
+    smallest number n >= m that meets two conditions:
+
+        1. With n layers per stage, all stages have the same sequence of types.
+        2. As many stages contain layers of the model as with m layers per stage: ceil(L / n) equals
+           ceil(L / m). So no additional stage consists only of layers of zeros.
 
     Args:
         types: The type of each layer that runs.
         stages: The number of stages.
 
     Raises:
-        InputError: If no number of layers per stage meets these conditions.
+        InputError: If no number of layers per stage meets both conditions.
     """
     layer_count = len(types)
     min_layers_per_stage = -(-layer_count // stages)

@@ -2,9 +2,9 @@
 
 The kernel computes the function `gated_delta_rule` of delta_net.py, in the same chunks of tokens.
 The triangular system of equations between the tokens of a chunk, its inverse and the state S stay
-in the chip's fast memory. A program of the grid computes a block of two chunks, for one key head
-and its value heads. The blocks of a row are the last axis of the grid, and scratch memory keeps the
-state from one block to the next.
+in VMEM, the chip's fast memory. A program of the grid computes a block of two chunks, for one key
+head and its value heads. The blocks of a row are the last axis of the grid, and scratch memory
+keeps the state from one block to the next.
 
 The matrix of one chunk's system, (C, C), would fill half of a register, and a quarter of a matrix
 unit. So the matrices of a block's two chunks lie side by side in one array, (C, 2C): columns 0 to
@@ -18,8 +18,9 @@ whose summed axis is six times as long, because the summed axis of a single one,
 elements, would fill only half of a matrix unit with its 128 rows (in v6e, a quarter of 256 rows).
 
 Queries and keys in bfloat16 are normalised after they are multiplied, because normalised values
-would not be exact in bfloat16. So queries are multiplied with keys in one product of bfloat16
-arrays, and queries or keys are multiplied with a float32 array in three products.
+would not be exact in bfloat16. So multiplying queries with keys takes a single product of bfloat16
+arrays. Multiplying queries or keys with a float32 array takes three products instead of six,
+because only the float32 array is split.
 
 Letters, as in delta_net.py: B rows, T tokens, K key heads, G value heads of each key head, D key
 size, U value size, C tokens of a chunk (also I and J, where token I reads token J).
@@ -74,9 +75,9 @@ def pallas_delta_rule(
     """
     row_count, row_length, key_head_count, value_heads_per_key, value_size = v.shape
     key_size = k.shape[-1]
-    is_first_of_segment = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
+    segment_start_mask = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
     log_decay = jnp.where(
-        is_first_of_segment[..., None, None], FORGETS, log_decay.astype(jnp.float32)
+        segment_start_mask[..., None, None], FORGETS, log_decay.astype(jnp.float32)
     )
     decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
     decays_and_betas = jnp.moveaxis(
@@ -121,13 +122,16 @@ def _compute_block(
 
     Each chunk computes, for all value heads at once:
 
-        added = inverse (beta (v - since k S))
-        o     = since q S + within added
+        update = inverse (beta (v - since k S))
+        o      = since q S + within update
 
     The names in these formulas are:
 
-        added    the vectors that the tokens of the chunk add to S
+        update   the update vector of each token: the token adds the outer product of its key and
+                 this vector to S
         o        the outputs
+        q, k, v  the queries and keys, both normalised, and the values
+        beta     the rate with which each token changes S
         since    the decay of S from the beginning of the chunk to each token
         inverse  the inverse of the matrix of the chunk's system of equations
         within   the factor of each token's vector in the output of this or a later token
@@ -141,7 +145,8 @@ def _compute_block(
         q_ref: The queries, not yet normalised, (2C, D).
         k_ref: The keys, not yet normalised, (2C, D).
         v_ref: The values, (G, 2C, U).
-        gates_ref: The log decays of all value heads, then their rates, (2G, 2C).
+        gates_ref: The log decays of all value heads, then the rates (beta) of all value heads,
+            (2G, 2C).
         out_ref: The outputs, (G, 2C, U).
         state: The state S of all value heads side by side, (D, G * U), which is updated.
     """
@@ -197,22 +202,22 @@ def _compute_block(
         query_state_products_of_heads = jnp.split(
             q_scale[token_slice] * query_state_products, head_count, axis=1
         )
-        added_vectors_of_heads = []
+        update_vectors_of_heads = []
         for head_number in range(head_count):
             values = v_ref[head_number, token_slice].astype(jnp.float32)
             values_in_state = (
                 chunk_decays_of_heads[head_number] * key_state_products_of_heads[head_number]
             )
             right_hand_side = (values - values_in_state) * betas[token_slice, head_number, None]
-            added_vectors = _product(
+            update_vectors = _product(
                 "IJ,JU->IU", inverse_matrices_of_heads[head_number][:, token_slice], right_hand_side
             )
-            added_vectors_of_heads.append(added_vectors)
+            update_vectors_of_heads.append(update_vectors)
             head_output = (
                 chunk_decays_of_heads[head_number] * query_state_products_of_heads[head_number]
             )
             head_output += _product(
-                "IJ,JU->IU", output_factors_of_heads[head_number][:, token_slice], added_vectors
+                "IJ,JU->IU", output_factors_of_heads[head_number][:, token_slice], update_vectors
             )
             out_ref[head_number, token_slice] = head_output.astype(out_ref.dtype)
         state_decays_of_heads = [
@@ -220,7 +225,7 @@ def _compute_block(
         ]
         decayed_vectors_of_heads = [
             decays_until_chunk_end_of_heads[head_number][token_slice]
-            * added_vectors_of_heads[head_number]
+            * update_vectors_of_heads[head_number]
             for head_number in range(head_count)
         ]
         state_update = _product(
@@ -314,8 +319,8 @@ def _side_by_side(x: Array) -> Array:
         of pairs of tokens in different chunks are dropped. For single tokens, each column of the
         first chunk is x[:C], and each column of the second chunk is x[C:].
     """
-    _, _, matrix_start_columns = _indices()
-    return jnp.where(matrix_start_columns == 0, x[:CHUNK], x[CHUNK:])
+    _, _, matrix_start_column_of_each_value = _indices()
+    return jnp.where(matrix_start_column_of_each_value == 0, x[:CHUNK], x[CHUNK:])
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
@@ -374,32 +379,38 @@ def _inverse(matrices: Array) -> Array:
     Returns:
         The inverses side by side, (C, 2C).
     """
-    row_indices, column_indices, matrix_start_columns = _indices()
+    row_indices, column_indices, matrix_start_column_of_each_value = _indices()
     inverse_matrices = (row_indices == column_indices).astype(jnp.float32)
     block_starts = row_indices & -SUBLANES
     for column_offset in range(SUBLANES - 1):
-        is_in_eliminated_column = (column_indices == block_starts + column_offset) & (
+        eliminated_column_mask = (column_indices == block_starts + column_offset) & (
             row_indices > column_indices
         )
-        elimination_factors = jnp.where(is_in_eliminated_column, matrices, 0)
+        elimination_factors = jnp.where(eliminated_column_mask, matrices, 0)
         factors_of_first_matrix = jnp.sum(
-            jnp.where(matrix_start_columns == 0, elimination_factors, 0), axis=1, keepdims=True
+            jnp.where(matrix_start_column_of_each_value == 0, elimination_factors, 0),
+            axis=1,
+            keepdims=True,
         )
         factors_of_second_matrix = jnp.sum(
-            jnp.where(matrix_start_columns == 0, 0, elimination_factors), axis=1, keepdims=True
+            jnp.where(matrix_start_column_of_each_value == 0, 0, elimination_factors),
+            axis=1,
+            keepdims=True,
         )
         row_factors = jnp.where(
-            matrix_start_columns == 0, factors_of_first_matrix, factors_of_second_matrix
+            matrix_start_column_of_each_value == 0,
+            factors_of_first_matrix,
+            factors_of_second_matrix,
         )
         inverse_matrices -= row_factors * _repeat_row(inverse_matrices, column_offset)
     block_size = SUBLANES
     while block_size < CHUNK:
-        is_in_same_pair = row_indices & -2 * block_size == column_indices & -2 * block_size
-        is_in_lower_left = is_in_same_pair & (
+        same_block_pair_mask = row_indices & -2 * block_size == column_indices & -2 * block_size
+        lower_left_mask = same_block_pair_mask & (
             row_indices & block_size > column_indices & block_size
         )
         even_blocks, odd_blocks = _alternate_blocks(inverse_matrices, block_size)
-        lower_left_values = jnp.where(is_in_lower_left, matrices, 0)
+        lower_left_values = jnp.where(lower_left_mask, matrices, 0)
         odd_blocks_times_lower_left = _product(
             "IC,CJ->IJ", odd_blocks, _block_diagonal(lower_left_values)
         )
@@ -456,7 +467,10 @@ def _block_diagonal(x: Array) -> Array:
     Returns:
         The array, (2C, 2C).
     """
-    _, _, matrix_start_columns = _indices()
+    _, _, matrix_start_column_of_each_value = _indices()
     return jnp.concatenate(
-        [jnp.where(matrix_start_columns == 0, x, 0), jnp.where(matrix_start_columns == 0, 0, x)]
+        [
+            jnp.where(matrix_start_column_of_each_value == 0, x, 0),
+            jnp.where(matrix_start_column_of_each_value == 0, 0, x),
+        ]
     )

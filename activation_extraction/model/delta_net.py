@@ -109,19 +109,19 @@ class GatedDeltaNet(nn.Module):
             The output, (B, T, D), which is added to the residual stream.
             The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
-        intermediates = self._intermediates_before_rule(x, segment_ids)
+        intermediates = self._intermediates_before_delta_rule(x, segment_ids)
         q, k, v = intermediates["q"], intermediates["k"], intermediates["v"]
-        rule_inputs = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
-        rule_input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
+        delta_rule_inputs = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
+        delta_rule_input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
-            # The outputs are split over devices like the values v, which are rule_inputs[2].
-            rule_outputs = self.layout.per_device(
-                self.compute_delta_rule, rule_inputs, rule_input_axes, template=2
+            # The outputs are split over devices like the values v, which are delta_rule_inputs[2].
+            delta_rule_outputs = self.layout.per_device(
+                self.compute_delta_rule, delta_rule_inputs, delta_rule_input_axes, template=2
             )
-        intermediates["recurrence_out"] = rule_outputs
+        intermediates["recurrence_out"] = delta_rule_outputs
         epsilon = self.config.rms_norm_eps
         gated_outputs = gated_norm(
-            rule_outputs, intermediates["gate_input"], self.norm(), epsilon
+            delta_rule_outputs, intermediates["gate_input"], self.norm(), epsilon
         ).astype(self.dtype)
         intermediates["gated"] = gated_outputs
         # The outputs of all heads side by side, (B, T, O).
@@ -131,7 +131,7 @@ class GatedDeltaNet(nn.Module):
         )
         return intermediates["out"], intermediates
 
-    def _intermediates_before_rule(self, x: Array, segment_ids: Array) -> Intermediates:
+    def _intermediates_before_delta_rule(self, x: Array, segment_ids: Array) -> Intermediates:
         """Computes the inputs of the gated delta rule, and of the gate that follows the rule.
 
         Args:
@@ -154,7 +154,7 @@ class GatedDeltaNet(nn.Module):
             tap_weights = jnp.squeeze(convolution_module(), -2)
             if projection_letter == "k":
                 # The barrier makes the convolution of the keys wait for the convolution of the
-                # queries. Both at once would need more fast memory than a TPU has for them.
+                # queries. Both at once would need more VMEM than a TPU has for them.
                 tap_weights, intermediates["q"] = lax.optimization_barrier(
                     (tap_weights, intermediates["q"])
                 )
@@ -191,10 +191,12 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     # HBM in float32.
     weighted_sum = x.astype(jnp.float32) * weight[..., -1]
     for tap_distance in range(1, tap_count):
-        is_earlier_token_in_segment = _shifted(segment_ids, tap_distance) == segment_ids
-        is_earlier_value_in_segment = jnp.expand_dims(is_earlier_token_in_segment, range(2, x.ndim))
+        earlier_token_in_segment_mask = _shifted(segment_ids, tap_distance) == segment_ids
+        earlier_value_in_segment_mask = jnp.expand_dims(
+            earlier_token_in_segment_mask, range(2, x.ndim)
+        )
         earlier_values = jnp.where(
-            is_earlier_value_in_segment, _shifted(x, tap_distance), 0
+            earlier_value_in_segment_mask, _shifted(x, tap_distance), 0
         ).astype(jnp.float32)
         weighted_sum += earlier_values * weight[..., -1 - tap_distance]
     return jax.nn.silu(weighted_sum)
@@ -292,7 +294,7 @@ def gated_delta_rule(
     values_of_each_token = q, k, v, log_decay[..., None], beta[..., None]
     chunks = _prepare(*map(_in_chunks, (*values_of_each_token, segment_ids[..., None])))
     initial_state = jnp.zeros(
-        (*chunks.added_vectors_from_zero_state.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
+        (*chunks.update_vectors_from_zero_state.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
     )
     _, chunk_outputs = lax.scan(_step, initial_state, chunks)
     chunk_outputs = jnp.moveaxis(chunk_outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
@@ -334,26 +336,27 @@ def _in_chunks(x: Array) -> Array:
 class _Chunks(NamedTuple):
     """The arrays of all chunks, from which a loop computes the state S and the outputs.
 
-    Each token of a chunk adds the outer product of its key and a vector to S. This vector is a
-    linear function of the state S before the chunk.
+    Each token of a chunk adds the outer product of its key and its update vector to S. The update
+    vectors are linear functions of the state S before the chunk.
 
     Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
     J), D key size, U value size.
 
     Attributes:
-        added_vectors_from_zero_state: The vectors that tokens would add if S were zero before the
-            chunk, (N, B, K, G, C, U).
+        update_vectors_from_zero_state: The update vectors that tokens would have if S were zero
+            before the chunk, (N, B, K, G, C, U).
         rows_to_multiply_by_state: The rows that are multiplied with S before the chunk,
             (N, B, K, G, 2 * C, D). The products of the first C rows are subtracted from
-            `added_vectors_from_zero_state`, which gives the vectors that the tokens add. The
-            products of the other C rows are added to the outputs.
-        output_factors: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
+            `update_vectors_from_zero_state`, which gives the update vectors. The products of the
+            other C rows are added to the outputs.
+        output_factors: The factor of token J's update vector in the output of token I,
+            (N, B, K, G, I, J).
         decayed_keys: The key of each token, multiplied by the decay from this token to the end of
             the chunk, (N, B, K, G, C, D).
         state_decay: The fraction of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
-    added_vectors_from_zero_state: Array
+    update_vectors_from_zero_state: Array
     rows_to_multiply_by_state: Array
     output_factors: Array
     decayed_keys: Array
@@ -387,13 +390,13 @@ def _prepare(
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
     inverses = _inverse(beta * key_key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
-    # `effective_keys` contains a row for each token. With the state S before the chunk, the vectors
-    # that tokens add to the state are added_vectors_from_zero_state - effective_keys @ S.
-    added_vectors_from_zero_state, effective_keys = jnp.split(solution, [v.shape[-1]], axis=-1)
+    # `correction_keys` contains a row for each token. With the state S before the chunk, the update
+    # vectors of the tokens are update_vectors_from_zero_state - correction_keys @ S.
+    update_vectors_from_zero_state, correction_keys = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
-        added_vectors_from_zero_state=added_vectors_from_zero_state,
+        update_vectors_from_zero_state=update_vectors_from_zero_state,
         rows_to_multiply_by_state=jnp.concatenate(
-            [effective_keys, decay_since_chunk_begin * q], axis=-2
+            [correction_keys, decay_since_chunk_begin * q], axis=-2
         ),
         output_factors=query_key_products * decay_between_tokens,
         decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
@@ -428,9 +431,9 @@ def _inverse(matrices: Array) -> Array:
     for log2_block_size in range(CHUNK.bit_length() - 1):
         block_numbers = token_indices_in_chunk >> log2_block_size
         joined_block_numbers = token_indices_in_chunk >> (log2_block_size + 1)
-        is_in_joined_block = joined_block_numbers[:, None] == joined_block_numbers
-        is_in_lower_block = block_numbers[:, None] > block_numbers
-        lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)
+        joined_block_mask = joined_block_numbers[:, None] == joined_block_numbers
+        lower_block_mask = block_numbers[:, None] > block_numbers
+        lower_left_values = jnp.where(joined_block_mask & lower_block_mask, matrices, 0)
         # At first, each block on the diagonal is a single 1, and so is its inverse. Multiplying
         # `lower_left_values` by the inverses from both sides would not change the values.
         if log2_block_size > 0:
@@ -470,11 +473,11 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     # Whether token I of a chunk sees token J of the same chunk, (N chunks, B, 1, 1, I, J).
     sees_token = jnp.tril(segment_of_token == segment_of_token.mT)
     # A matrix (I, C), which is 1 where token C is token I or an earlier token, and 0 elsewhere.
-    is_same_or_earlier_token = jnp.tri(CHUNK)
+    same_or_earlier_token_mask = jnp.tri(CHUNK)
     log_decay_between_tokens = einsum(
-        "IC,NBKGCJ->NBKGIJ", is_same_or_earlier_token, log_decay * jnp.tri(CHUNK, k=-1)
+        "IC,NBKGCJ->NBKGIJ", same_or_earlier_token_mask, log_decay * jnp.tri(CHUNK, k=-1)
     )
-    log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", is_same_or_earlier_token, log_decay)
+    log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", same_or_earlier_token_mask, log_decay)
     decay_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
     decay_since_chunk_begin = jnp.where(
         segment_of_token == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0
@@ -497,11 +500,11 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
     products_with_state = einsum("BKGCD,BKGDU->BKGCU", chunk.rows_to_multiply_by_state, state)
-    corrections_of_added_vectors, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
-    added_vectors = chunk.added_vectors_from_zero_state - corrections_of_added_vectors
+    corrections_of_update_vectors, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
+    update_vectors = chunk.update_vectors_from_zero_state - corrections_of_update_vectors
     token_outputs = outputs_from_state + einsum(
-        "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors
+        "BKGIJ,BKGJU->BKGIU", chunk.output_factors, update_vectors
     )
     state = chunk.state_decay * state
-    state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, added_vectors)
+    state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, update_vectors)
     return state, token_outputs

@@ -117,10 +117,10 @@ class Encoder:
         Args:
             dtype: The dtype in which the run stores activations, and so the values of features.
         """
-        keeps_all_active = self.max_codes == self.autoencoder.k
+        keeps_all_active_features = self.max_codes == self.autoencoder.k
         codes_per_token_in_words = (
             f"each token has {self.max_codes}"
-            if keeps_all_active
+            if keeps_all_active_features
             else f"a token has at most {self.max_codes}"
         )
         codes_bytes_per_token = code_bytes(self.max_codes, dtype)
@@ -338,31 +338,33 @@ def _records(
     )
     pre_activations = layout.constrain(pre_activations, *FEATURE_AXES)
     feature_scores = pre_activations
-    is_active = jnp.ones(pre_activations.shape, bool)
+    active_feature_mask = jnp.ones(pre_activations.shape, bool)
     if autoencoder.score_factor is not None:
         feature_scores = pre_activations * weights["score_factor"]
     if autoencoder.threshold is not None:
-        is_active &= feature_scores > weights["threshold"]
+        active_feature_mask &= feature_scores > weights["threshold"]
     if autoencoder.uses_relu:
-        is_active &= pre_activations > 0
-    feature_scores = jnp.where(is_active, feature_scores, -jnp.inf)
+        active_feature_mask &= pre_activations > 0
+    feature_scores = jnp.where(active_feature_mask, feature_scores, -jnp.inf)
     top_scores, feature_ids = largest(feature_scores, encoder.max_codes, layout)
-    active_count = is_active.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    active_count = active_feature_mask.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     if autoencoder.k is not None:
         active_count = jnp.minimum(active_count, autoencoder.k)
     # If several features have the lowest kept score, `largest` keeps the features with the smallest
-    # ids among them. `is_kept` selects the same features. The lowest score is computed as a
-    # minimum, because with a slice of `top_scores` XLA would sort all features, which takes 30
+    # ids among them. `kept_feature_mask` selects the same features. The lowest score is computed as
+    # a minimum, because with a slice of `top_scores` XLA would sort all features, which takes 30
     # times as long.
     lowest_kept_score = top_scores.min(axis=-1, keepdims=True)
     largest_kept_tied_id = jnp.where(top_scores == lowest_kept_score, feature_ids, -1).max(
         -1, keepdims=True
     )
-    is_tied_and_kept = (feature_scores == lowest_kept_score) & (
+    kept_tied_feature_mask = (feature_scores == lowest_kept_score) & (
         jnp.arange(pre_activations.shape[-1]) <= largest_kept_tied_id
     )
-    is_kept = (feature_scores > lowest_kept_score) | is_tied_and_kept
-    kept_feature_values = jnp.where(is_kept & is_active, pre_activations, 0).astype(product_dtype)
+    kept_feature_mask = (feature_scores > lowest_kept_score) | kept_tied_feature_mask
+    kept_feature_values = jnp.where(
+        kept_feature_mask & active_feature_mask, pre_activations, 0
+    ).astype(product_dtype)
     reconstruction = einsum("BTF,FO->BTO", kept_feature_values, weights["W_dec"]) + weights["b_dec"]
     if encoder.source_hook == encoder.target_hook:
         reconstruction = undo_normalisation(reconstruction)

@@ -1,7 +1,7 @@
 """Computes experts on TPUs with three Pallas kernels, which fetch each row from its place in HBM.
 
-A row is a pair of a token and one of its experts, and a tile is ROWS rows of the same expert. The
-rows take this path:
+There is a row for each pair of a token and one of its experts, and a tile is ROWS rows of the same
+expert. The rows take this path:
 
     1. A table is made from the chosen experts (T, X). It sorts the rows by expert, and pads the
        rows of every expert to whole tiles.
@@ -33,7 +33,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from activation_extraction.model.experts import LANES, Stacks, ragged_experts
+from activation_extraction.model.experts import LANES, Stacks, sum_ragged_experts
 from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the number of rows of a float32 register
@@ -46,19 +46,21 @@ TOKENS = 16
 AT_ONCE = 8
 # The names of the three kernels in profiles.
 GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"
-# The bytes of fast memory that two blocks of weights may take: the block that is used, and the next
+# The bytes of VMEM that two blocks of weights may take: the block that is used, and the next
 # block, which is read meanwhile. The other bytes of FAST_MEMORY are for the tokens and results of
 # tiles.
 MOST_OF_WEIGHTS = 40 * 2**20
-# The bytes of fast memory that a kernel may take. v5p has 64 MiB of it; v5e and v6e have more.
+# The bytes of VMEM that a kernel may take. v5p has 64 MiB of it; v5e and v6e have more.
 FAST_MEMORY = 56 * 2**20
 
 
 class Table(NamedTuple):
     """The rows that each tile computes, and the rows that are added up for each token group.
 
-    A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
-    token group is TOKENS consecutive tokens.
+    There is a row for each pair of a token and one of its experts, a tile is ROWS rows of the same
+    expert, and a token group is TOKENS consecutive tokens. The rows of a token group are fetched
+    from the tiles into a buffer, and added up there for each token. Rows of experts that are not on
+    this device are not fetched.
 
     Letters: X experts of a token.
 
@@ -72,8 +74,9 @@ class Table(NamedTuple):
         row_numbers_and_buffer_indices_of_token_groups: The rows of each token group, (token groups,
             2, X * TOKENS) int32. Index 0 of the second axis holds the number of each row among the
             rows of all tiles. Index 1 holds the index of the row in the token group's buffer of
-            X * TOKENS rows. Rows that are fetched come first.
-        fetch_counts_of_token_groups: The number of rows that are fetched for each token group,
+            X * TOKENS rows. Along the third axis, the rows to fetch come first. The numbers of the
+            other rows are not used.
+        fetch_counts_of_token_groups: The number of rows to fetch for each token group,
             (token groups,) int32.
     """
 
@@ -92,7 +95,7 @@ def pallas_experts(
     """Computes the weighted sum of each token's experts with three kernels for TPUs.
 
     The kernels cannot compute in float32, or with sizes D or M that are not multiples of LANES. In
-    these cases, `ragged_experts` computes the sums instead.
+    these cases, `sum_ragged_experts` computes the sums instead.
 
     Letters: M width of an expert, X experts of a token.
 
@@ -110,7 +113,7 @@ def pallas_experts(
     """
     expert_count, hidden_size, expert_width = stacks.gate.shape[1:]
     if x.dtype == jnp.float32 or hidden_size % LANES or expert_width % LANES:
-        return ragged_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
+        return sum_ragged_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
     chosen_experts = jnp.pad(chosen_experts, padding_widths, constant_values=-1)
     tile_table = make_table(jnp.pad(routing_weights, padding_widths), chosen_experts, expert_count)
@@ -134,11 +137,11 @@ def pallas_experts(
 def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int) -> Table:
     """Assigns rows to tiles and to token groups, by sorting the rows twice.
 
-    A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
-    token group is TOKENS consecutive tokens. The first sort orders the rows by expert, together
-    with the rows of padding that fill the tiles, so it puts every row into its place in a tile
-    without lookups. TPUs sort fast, but look numbers up one by one. The second sort orders the rows
-    by token group.
+    There is a row for each pair of a token and one of its experts, a tile is ROWS rows of the same
+    expert, and a token group is TOKENS consecutive tokens. The first sort orders the rows by
+    expert, together with the rows of padding that fill the tiles, so it puts every row into its
+    place in a tile without lookups. TPUs sort fast, but look numbers up one by one. The second sort
+    orders the rows by token group.
 
     Letters: T tokens, E experts, X experts of a token.
 
@@ -158,24 +161,25 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     row_count = chosen_experts.size
     experts_per_token = chosen_experts.shape[1]
     rows_per_token_group = TOKENS * experts_per_token
-    # The number of each row's expert; `expert_count` for rows that are not computed.
+    # The number of each row's expert; `expert_count` for rows that are not computed, because this
+    # device has no expert with their number.
     expert_numbers_of_rows = chosen_experts.reshape(-1)
-    has_expert = (expert_numbers_of_rows >= 0) & (expert_numbers_of_rows < expert_count)
-    expert_numbers_of_rows = jnp.where(has_expert, expert_numbers_of_rows, expert_count)
+    local_expert_mask = (expert_numbers_of_rows >= 0) & (expert_numbers_of_rows < expert_count)
+    expert_numbers_of_rows = jnp.where(local_expert_mask, expert_numbers_of_rows, expert_count)
     expert_numbers = jnp.arange(expert_count)
     row_indices_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
     padding_row_counts = -(expert_numbers_of_rows[:, None] == expert_numbers).sum(axis=0) % ROWS
-    is_padding_row_needed = row_indices_in_tile < padding_row_counts[:, None]
+    needed_padding_row_mask = row_indices_in_tile < padding_row_counts[:, None]
     # The sizes of arrays must not depend on the routing, so there are ROWS rows of padding for each
     # expert. The last tile of an expert needs only some of them. This array contains the expert of
     # each row of padding that is needed, and `expert_count` for the other rows of padding.
     expert_numbers_of_padding_rows = jnp.where(
-        is_padding_row_needed, expert_numbers[:, None], expert_count
+        needed_padding_row_mask, expert_numbers[:, None], expert_count
     ).reshape(-1)
-    padding_of_last_block = 0, -row_count % ROWS
+    pad_widths_to_whole_tiles = 0, -row_count % ROWS
     expert_numbers_of_padding_rows = jnp.pad(
-        expert_numbers_of_padding_rows, padding_of_last_block, constant_values=expert_count
+        expert_numbers_of_padding_rows, pad_widths_to_whole_tiles, constant_values=expert_count
     )
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
     expert_sort_keys = jnp.concatenate(
@@ -187,7 +191,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     expert_sort_keys, row_numbers_in_expert_order, routing_weights = lax.sort(
         sort_operands, num_keys=1, is_stable=False
     )
-    is_row_fetched = (row_numbers_in_expert_order < row_count) & (
+    fetched_row_mask = (row_numbers_in_expert_order < row_count) & (
         expert_sort_keys < 2 * expert_count
     )
     # The index of each row among the rows of its token group.
@@ -198,7 +202,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     token_group_sort_keys = (
         2 * row_numbers_in_expert_order
         - row_indices_in_token_group
-        + jnp.where(is_row_fetched, 0, rows_per_token_group)
+        + jnp.where(fetched_row_mask, 0, rows_per_token_group)
     )
     token_group_sort_keys = jnp.where(
         row_numbers_in_expert_order < row_count, token_group_sort_keys, 2 * row_count
@@ -218,14 +222,16 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
         -1, 1, rows_per_token_group
     )
     row_indices_in_buffer = row_indices_in_buffer.reshape(-1, 1, rows_per_token_group)
-    is_row_of_expert = (expert_numbers_of_rows < expert_count).reshape(-1, rows_per_token_group)
-    fetch_counts_of_token_groups = is_row_of_expert.sum(axis=1)
+    fetched_row_masks_of_token_groups = (expert_numbers_of_rows < expert_count).reshape(
+        -1, rows_per_token_group
+    )
+    fetch_counts_of_token_groups = fetched_row_masks_of_token_groups.sum(axis=1)
     return Table(
         used_tile_count=(expert_numbers_of_tiles < expert_count).sum(),
         expert_numbers_of_tiles=jnp.minimum(expert_numbers_of_tiles, expert_count - 1),
-        row_counts_of_tiles=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
+        row_counts_of_tiles=fetched_row_mask.reshape(-1, ROWS).sum(axis=1),
         token_numbers_of_rows=jnp.where(
-            is_row_fetched, row_numbers_in_expert_order // experts_per_token, 0
+            fetched_row_mask, row_numbers_in_expert_order // experts_per_token, 0
         ).reshape(-1, 1, ROWS),
         routing_weights_of_rows=routing_weights.reshape(-1, 1, ROWS),
         row_numbers_and_buffer_indices_of_token_groups=jnp.concatenate(
@@ -236,11 +242,11 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
 
 
 def columns_per_block(columns: int, bytes_per_column: int) -> int:
-    """Returns the number of columns in the largest block of weights that fits in fast memory.
+    """Returns the number of columns of the largest block of weights of which two fit in VMEM.
 
-    A block is some columns of the weight matrix of an expert. Two blocks may take MOST_OF_WEIGHTS
-    bytes, because the next block is read while a block is used. The result is a multiple of LANES
-    that divides `columns`. It is LANES if no multiple fits.
+    A block consists of consecutive columns of an expert's weight matrix. Two blocks may take
+    MOST_OF_WEIGHTS bytes of VMEM, because the next block is read while a block is used. The result
+    is a multiple of LANES that divides `columns`. It is LANES if no multiple fits.
 
     Args:
         columns: The number of columns of the matrix, a multiple of LANES.
@@ -282,7 +288,8 @@ def _call(
 def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     """Computes silu(x gate) * (x up) for the rows of all tiles.
 
-    A row is a pair of a token and one of its experts, and a tile is ROWS rows of the same expert.
+    There is a row for each pair of a token and one of its experts, and a tile is ROWS rows of the
+    same expert.
 
     Letters: n' rows of all tiles, M width of an expert.
 
@@ -408,7 +415,8 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     """Multiplies the rows of all tiles by the down matrices, and then by the routing weights.
 
-    A row is a pair of a token and one of its experts, and a tile is ROWS rows of the same expert.
+    There is a row for each pair of a token and one of its experts, and a tile is ROWS rows of the
+    same expert.
     Each row is multiplied by the down matrix of its expert.
 
     Letters: n' rows of all tiles, M width of an expert.

@@ -3,8 +3,8 @@
 No token is dropped, so the result for a token does not depend on its neighbours. Each platform has
 its own function that computes the weighted sum of each token's experts. All of these functions have
 the signature `ExpertSumFunction`. Most of them sort rows by expert, so that each expert's weights
-are multiplied with consecutive rows. A row is a pair of a token and one of its experts. The kernels
-for TPUs and GPUs are in expert_kernel.py and grouped_kernel.py.
+are multiplied with consecutive rows. There is a row for each pair of a token and one of its
+experts. The kernels for TPUs and GPUs are in expert_kernel.py and grouped_kernel.py.
 
 Letters: B batch rows, T tokens (of all batch rows together where an array has no axis B), D hidden,
 L layers, E experts, X experts of a token, M width of an expert, n = T * X rows.
@@ -25,7 +25,7 @@ from activation_extraction.model.mesh import MODEL_AXES, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 from activation_extraction.model.parameters import StackedWeight
 
-# The number of an expert's rows that `tiled_experts` multiplies at a time. The last tile of an
+# The number of an expert's rows that `sum_tiled_experts` multiplies at a time. The last tile of an
 # expert is computed as a whole, even if the expert has only a few rows left.
 TILE = 128
 LANES = 128  # the number of values in a row of a TPU's register
@@ -67,7 +67,7 @@ ExpertSumFunction = Callable[..., Array]
 #               their results are meaningless
 #   row_counts  the number of rows of each expert, (E,) int32
 #   stacks      the `Stacks` with the weights of the experts
-RunSortedRows = Callable[[Array, Array, Stacks], Array]
+SortedRowsFunction = Callable[[Array, Array, Stacks], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
@@ -155,7 +155,7 @@ class Experts(nn.Module):
         gate_weights, layer_number = self.gate_proj()
         up_weights, _ = self.up_proj()
         down_weights, _ = self.down_proj()
-        expert_inputs = (
+        device_sum_arguments = (
             x,
             routing_weights,
             chosen_experts,
@@ -166,10 +166,18 @@ class Experts(nn.Module):
         )
         gate_and_up_axes = "layer", "experts", "hidden", "mlp"
         down_axes = "layer", "experts", "mlp", "hidden"
-        axes_of_inputs = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]
+        axes_of_device_sum_arguments = [
+            STREAM,
+            STREAM,
+            STREAM,
+            (),
+            gate_and_up_axes,
+            gate_and_up_axes,
+            down_axes,
+        ]
         compute_sum_on_device = partial(_sum_on_device, self.layout, self.compute_expert_sum)
         return self.layout.per_device(
-            compute_sum_on_device, expert_inputs, axes_of_inputs, template=0
+            compute_sum_on_device, device_sum_arguments, axes_of_device_sum_arguments, template=0
         )
 
 
@@ -205,12 +213,14 @@ def _sum_on_device(
         token_array.reshape(-1, token_array.shape[-1])
         for token_array in (x, routing_weights, chosen_experts)
     ]
-    expert_sums = compute_expert_sum(*token_arrays, Stacks(*stacks))
+    expert_sums_of_tokens = compute_expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.
     split_axes = tuple(mesh_axis for mesh_axis in MODEL_AXES if layout.size(mesh_axis) > 1)
     if split_axes:
-        expert_sums = lax.psum(expert_sums.astype(x.dtype), split_axes).astype(jnp.float32)
-    return expert_sums.reshape(x.shape)
+        expert_sums_of_tokens = lax.psum(expert_sums_of_tokens.astype(x.dtype), split_axes).astype(
+            jnp.float32
+        )
+    return expert_sums_of_tokens.reshape(x.shape)
 
 
 def _sum_in_ring(
@@ -230,9 +240,10 @@ def _sum_in_ring(
     before this device in the ring, and the second half of the tokens of the device k places after
     this device.
 
-    Then the sums go around the ring. A part's sum starts at the first device that its tokens have
-    reached, and goes on in the same direction until it is back at the device of its tokens. Every
-    device on the way adds the results of its experts.
+    Then the sums go around the ring. There is a sum for each half of a device's tokens. It starts
+    at the first device that received this half, and follows the half's direction around the ring,
+    until it arrives at the half's own device. Every device on the way adds the results of its
+    experts, and the half's own device adds its results last.
 
     So the tokens are sent while rows are sorted, and the sums of one part are sent while the sums
     of the next part are computed. Each weight is read once.
@@ -267,27 +278,37 @@ def _sum_in_ring(
         ]
         return lax.ppermute(arrays, "expert", sender_receiver_pairs)
 
-    # For each direction, a list of the halves that go this way, one for each part. A half is a list
-    # of three arrays: half of the part's tokens, their routing weights and their chosen experts.
-    halves_of_directions = []
+    # For each direction around the ring, a list of the token halves that go this way, one for each
+    # part. A token half is a list of three arrays: half of a device's tokens, their routing weights
+    # and their chosen experts.
+    token_halves_of_ring_directions = []
     for half_slice, ring_shift in half_slices_and_shifts:
-        halves_of_parts = [
+        token_halves_of_parts = [
             [token_array[half_slice] for token_array in (x, routing_weights, chosen_experts)]
         ]
         for _ in range(1, device_count):
-            halves_of_parts.append(hop(halves_of_parts[-1], ring_shift))
-        halves_of_directions.append(halves_of_parts)
-    # The halves in the order: first half of part 0, second half of part 0, first half of part 1,
-    # and so on.
-    halves_in_order: list[list[Array]] = []
-    for halves_of_part in zip(*halves_of_directions, strict=True):
-        halves_in_order.extend(halves_of_part)
-    x, routing_weights, chosen_experts = (
-        jnp.concatenate(arrays_of_halves) for arrays_of_halves in zip(*halves_in_order, strict=True)
+            token_halves_of_parts.append(hop(token_halves_of_parts[-1], ring_shift))
+        token_halves_of_ring_directions.append(token_halves_of_parts)
+    # The token halves in this order: first half of part 0, second half of part 0, first half of
+    # part 1, and so on.
+    token_halves_in_part_order: list[list[Array]] = []
+    for token_halves_of_part in zip(*token_halves_of_ring_directions, strict=True):
+        token_halves_in_part_order.extend(token_halves_of_part)
+    x, routing_weights, chosen_expert_numbers = (
+        jnp.concatenate(arrays_of_token_halves)
+        for arrays_of_token_halves in zip(*token_halves_in_part_order, strict=True)
     )
-    chosen_experts = chosen_experts - lax.axis_index("expert") * stacks.gate.shape[1]
+    # The numbers of this device's experts become 0 to E - 1, for E experts per device. All other
+    # numbers are experts of other devices.
+    chosen_expert_numbers_on_device = (
+        chosen_expert_numbers - lax.axis_index("expert") * stacks.gate.shape[1]
+    )
     y = compute_expert_sum(
-        x.reshape(-1, hidden_size), routing_weights, chosen_experts, stacks, parts=device_count
+        x.reshape(-1, hidden_size),
+        routing_weights,
+        chosen_expert_numbers_on_device,
+        stacks,
+        parts=device_count,
     )
 
     # Without barriers, XLA would join the results of the parts in one array again, in order to
@@ -309,7 +330,7 @@ def _sum_in_ring(
 
 
 def in_sorted_rows(
-    run_sorted_rows: RunSortedRows,
+    run_experts_on_sorted_rows: SortedRowsFunction,
     x: Array,
     routing_weights: Array,
     chosen_experts: Array,
@@ -324,7 +345,8 @@ def in_sorted_rows(
     Letters: T tokens, D hidden, X experts of a token.
 
     Args:
-        run_sorted_rows: The function that runs the experts on the sorted rows. See `RunSortedRows`.
+        run_experts_on_sorted_rows: The function that runs the experts on the sorted rows. See
+            `SortedRowsFunction`.
         x: The tokens, (T, D).
         routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, (T, X) int32.
@@ -337,39 +359,44 @@ def in_sorted_rows(
     """
     experts_per_token = chosen_experts.shape[1]
     expert_count = stacks.gate.shape[1]
-    has_expert = (chosen_experts >= 0) & (chosen_experts < expert_count)
-    expert_numbers_of_rows = jnp.where(has_expert, chosen_experts, expert_count).reshape(-1)
+    local_expert_mask = (chosen_experts >= 0) & (chosen_experts < expert_count)
+    expert_numbers_of_rows = jnp.where(local_expert_mask, chosen_experts, expert_count).reshape(-1)
     row_numbers_sorted_by_expert = jnp.argsort(expert_numbers_of_rows, stable=True)
     row_counts_of_experts = jnp.bincount(expert_numbers_of_rows, length=expert_count + 1)[
         :expert_count
     ].astype(jnp.int32)
     sorted_rows = from_bits(to_bits(x)[row_numbers_sorted_by_expert // experts_per_token], x.dtype)
-    expert_result_bits = to_bits(run_sorted_rows(sorted_rows, row_counts_of_experts, stacks))
-    # For each expert of a token, the index in `sorted_rows` of the row of this choice, (T, X).
-    sorted_index_of_choice = (
+    expert_result_bits = to_bits(
+        run_experts_on_sorted_rows(sorted_rows, row_counts_of_experts, stacks)
+    )
+    # For each token and each of its X chosen experts, the index in `sorted_rows` of the row of this
+    # token and expert, (T, X).
+    sorted_row_index_of_choice = (
         jnp.zeros_like(row_numbers_sorted_by_expert)
         .at[row_numbers_sorted_by_expert]
         .set(jnp.arange(row_numbers_sorted_by_expert.size))
     )
-    sorted_index_of_choice = sorted_index_of_choice.reshape(chosen_experts.shape)
+    sorted_row_index_of_choice = sorted_row_index_of_choice.reshape(chosen_experts.shape)
 
-    def add_up(sorted_indices: Array, routing_weights: Array, has_expert: Array) -> Array:
-        expert_sums = jnp.zeros((len(sorted_indices), x.shape[1]), jnp.float32)
+    def add_up(
+        sorted_row_indices: Array, routing_weights: Array, local_expert_mask: Array
+    ) -> Array:
+        expert_sums_of_tokens = jnp.zeros((len(sorted_row_indices), x.shape[1]), jnp.float32)
         # Choice i is the expert with the index i among the chosen experts of every token.
-        for choice_index, sorted_indices_of_choice in enumerate(sorted_indices.T):
+        for choice_index, sorted_row_indices_of_choice in enumerate(sorted_row_indices.T):
             expert_results = from_bits(
-                expert_result_bits[sorted_indices_of_choice], x.dtype
+                expert_result_bits[sorted_row_indices_of_choice], x.dtype
             ).astype(jnp.float32)
-            expert_sums += jnp.where(
-                has_expert[:, choice_index, None],
+            expert_sums_of_tokens += jnp.where(
+                local_expert_mask[:, choice_index, None],
                 expert_results * routing_weights[:, choice_index, None],
                 0,
             )
-        return expert_sums
+        return expert_sums_of_tokens
 
     parts_of_arrays = [
         jnp.split(token_array, parts)
-        for token_array in (sorted_index_of_choice, routing_weights, has_expert)
+        for token_array in (sorted_row_index_of_choice, routing_weights, local_expert_mask)
     ]
     return jnp.concatenate(
         [add_up(*arrays_of_part) for arrays_of_part in zip(*parts_of_arrays, strict=True)]
@@ -392,7 +419,7 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
         stacks: The weights of the experts.
 
     Returns:
-        The result of each row's expert, (n, D) in the dtype of x. See `RunSortedRows`.
+        The result of each row's expert, (n, D) in the dtype of x. See `SortedRowsFunction`.
     """
     layer_number, gate_stack, up_stack, down_stack = stacks
     dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -431,7 +458,7 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
         stacks: The weights of the experts.
 
     Returns:
-        The result of each row's expert, (n, D) in the dtype of x. See `RunSortedRows`.
+        The result of each row's expert, (n, D) in the dtype of x. See `SortedRowsFunction`.
     """
     row_count = len(x)
     padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
@@ -469,8 +496,8 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     return from_bits(y[:row_count], x.dtype)
 
 
-ragged_experts = partial(in_sorted_rows, _run_with_ragged_dot)
-tiled_experts = partial(in_sorted_rows, _run_in_tiles)
+sum_ragged_experts = partial(in_sorted_rows, _run_with_ragged_dot)
+sum_tiled_experts = partial(in_sorted_rows, _run_in_tiles)
 
 
 def one_expert_after_the_other(
@@ -494,7 +521,7 @@ def one_expert_after_the_other(
         The sums, (T, D) float32.
     """
     layer_number, gate_stack, up_stack, down_stack = stacks
-    expert_sums = jnp.zeros(x.shape, jnp.float32)
+    expert_sums_of_tokens = jnp.zeros(x.shape, jnp.float32)
     for expert_number in range(gate_stack.shape[1]):
         gate_activations = jax.nn.silu(
             einsum("TD,DM->TM", x, gate_stack[layer_number, expert_number])
@@ -505,7 +532,7 @@ def one_expert_after_the_other(
         routing_weights_of_expert = jnp.where(
             chosen_experts == expert_number, routing_weights, 0
         ).sum(axis=-1, keepdims=True)
-        expert_sums += routing_weights_of_expert * einsum(
+        expert_sums_of_tokens += routing_weights_of_expert * einsum(
             "TM,MD->TD", gated_values, down_stack[layer_number, expert_number]
         )
-    return expert_sums
+    return expert_sums_of_tokens

@@ -55,7 +55,7 @@ def flash_attention(
         interpret: Whether Pallas interprets the kernel, for tests without a GPU.
 
     Returns:
-        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
+        The outputs, (B, T, N, H) in the dtype of q. See `AttentionFunction` for their definition.
     """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, segments, first_query, window)

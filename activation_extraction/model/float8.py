@@ -25,10 +25,10 @@ DEQUANTIZED = "float8 weights, dequantised"
 # The scales of a tensor are in a tensor with the same name and one of these endings. With both
 # endings the scales are factors, although one ending says inverse.
 ENDINGS = ("_scale_inv", "_scale")
-# Names of scales and zero points of activations and caches, which are not read, because a run does
-# not hold activations in float8. The names come from compressed-tensors (quant_metadata.py,
-# initialize.py), from vLLM's loaders (get_cache_scale and maybe_remap_kv_scale_name), and from the
-# fused experts of transformers.
+# Names of scales and zero points of activations and caches, which are not read, because the model
+# computes with activations that are not quantised, and has no caches. The names come from
+# compressed-tensors (quant_metadata.py, initialize.py), from vLLM's loaders (get_cache_scale and
+# maybe_remap_kv_scale_name), and from the fused experts of transformers.
 OTHER_SCALES = re.compile(
     r"(.*[._])?(input|output|activation|prob|q|k|v|kv|cache)_(global_scale|scale|zero_point)"
 )
@@ -263,10 +263,10 @@ class Scales:
         """
         tensor_file, header_entry = locate(tensor)
         names_of_scales = scale_names(tensor, tensors)
-        tensor_dtype = DTYPE_NAMES[header_entry.dtype]
+        tensor_dtype_name = DTYPE_NAMES[header_entry.dtype]
         expected_scale_tensor_count = int(header_entry.dtype == VALUE_DTYPE)
-        tensor_in_words = f"{tensor_file.location}: tensor {tensor} is {tensor_dtype}"
-        if expected_scale_tensor_count == 0 and tensor_dtype not in FLOAT_TYPES:
+        tensor_in_words = f"{tensor_file.location}: tensor {tensor} is {tensor_dtype_name}"
+        if expected_scale_tensor_count == 0 and tensor_dtype_name not in FLOAT_TYPES:
             float_types_text = ", ".join(FLOAT_TYPES)
             raise InputError(
                 f"{tensor_in_words}; only {float_types_text} and, beside its scales, F8_E4M3 are "
@@ -288,13 +288,13 @@ class Scales:
         scale_tensor_name = names_of_scales[0]
         scale_file, scale_header_entry = locate(scale_tensor_name)
         block_shape_by_scales_shape = _layouts(header_entry.shape, float8.block_size)
-        scale_dtype = DTYPE_NAMES[scale_header_entry.dtype]
+        scale_dtype_name = DTYPE_NAMES[scale_header_entry.dtype]
         if (
-            scale_dtype not in float8.scale_dtype_names
+            scale_dtype_name not in float8.scale_dtype_names
             or scale_header_entry.shape not in block_shape_by_scales_shape
         ):
             raise InputError(
-                f"{scale_file.location}: tensor {scale_tensor_name} is {scale_dtype} of shape "
+                f"{scale_file.location}: tensor {scale_tensor_name} is {scale_dtype_name} of shape "
                 f"{scale_header_entry.shape}; scales of {header_entry.shape} in blocks of "
                 f"{float8.block_size} are read in {', '.join(float8.scale_dtype_names)} and have "
                 "one of the shapes "
@@ -339,14 +339,16 @@ class Scales:
         scales_of_columns = self._read()[
             ..., column_scale_indices[0] : column_scale_indices[-1] + 1
         ]
-        scales_per_row = scales_of_columns.shape[-1]
+        scale_count_per_row = scales_of_columns.shape[-1]
         column_table_offsets = (column_scale_indices - column_scale_indices[0]) * lookup_table_size
         part_values = np.empty(stored_values.shape, dtype)
         # The rows are computed in chunks, so that neither the values of a chunk nor its lookup
         # tables leave a core's caches.
-        table_values_per_row = lookup_table_size * scales_per_row // self.block_shape_of_scale[-2]
+        table_value_count_per_row = (
+            lookup_table_size * scale_count_per_row // self.block_shape_of_scale[-2]
+        )
         rows_per_chunk = max(
-            VALUES_AT_ONCE // max(len(column_scale_indices), table_values_per_row), 1
+            VALUES_AT_ONCE // max(len(column_scale_indices), table_value_count_per_row), 1
         )
         for matrix_index in np.ndindex(stored_values.shape[:-2]):
             scale_matrix_index = tuple(
@@ -378,7 +380,7 @@ class Scales:
                 table_offsets_of_rows = (
                     (chunk_scale_indices - chunk_scale_indices[0])
                     * lookup_table_size
-                    * scales_per_row
+                    * scale_count_per_row
                 )
                 table_indices += table_offsets_of_rows.astype(index_dtype)[:, None]
                 # In its default mode, "raise", np.take would copy the values once more.

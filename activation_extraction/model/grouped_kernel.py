@@ -1,9 +1,9 @@
 """Computes experts on NVIDIA GPUs with a Pallas kernel that multiplies rows with experts' weights.
 
-A row is a pair of a token and one of its experts, and the rows are sorted by expert. Every program
-of the kernel multiplies a tile of rows of one expert with a block of columns of the expert's
-weights. It looks up its expert and its rows in a table, so that experts without rows cost nothing.
-experts.py sorts the rows and adds up the results.
+There is a row for each pair of a token and one of its experts, and the rows are sorted by expert.
+Every program of the kernel multiplies a tile of rows of one expert with a block of columns of the
+expert's weights. It looks up its expert and its rows in a table, so that experts without rows cost
+nothing. experts.py sorts the rows and adds up the results.
 
 Letters: n rows, L layers, E experts, D inputs and M outputs of the matrix that is multiplied.
 """
@@ -19,13 +19,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from activation_extraction.model.experts import Stacks, in_sorted_rows, tiled_experts
+from activation_extraction.model.experts import Stacks, in_sorted_rows, sum_tiled_experts
 
 # A program of the kernel multiplies a tile of ROWS rows with a block of COLUMNS columns of the
 # weights, at most INNER inputs at a time. These sizes were chosen when the gate, up and down
 # projections still had one kernel each. Then the three kernels took 3.5 ms for 16,384 tokens in one
-# layer of Qwen3-30B-A3B on an H100, and `tiled_experts` took 45 ms. Now one kernel computes both
-# gate and up, for which there is no such measurement.
+# layer of Qwen3-30B-A3B on an H100, and `sum_tiled_experts` took 45 ms. Now one kernel computes
+# both gate and up, for which there is no such measurement.
 ROWS, COLUMNS, INNER = 128, 128, 64
 
 
@@ -39,8 +39,8 @@ def grouped_experts(
 ) -> Array:
     """Computes the weighted sum of the results of each token's experts, with two kernels.
 
-    The results of the kernels have the dtype of x. If x is float32, `tiled_experts` computes the
-    experts instead, because the GPU's matrix units would round float32 values.
+    The results of the kernels have the dtype of x. If x is float32, `sum_tiled_experts` computes
+    the experts instead, because the GPU's matrix units would round float32 values.
 
     Args:
         x: The tokens, (T, D).
@@ -56,7 +56,7 @@ def grouped_experts(
         The sums, (T, D) float32. See `ExpertSumFunction`.
     """
     if x.dtype == jnp.float32:
-        return tiled_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
+        return sum_tiled_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
     run_experts = partial(_run_in_kernels, interpret=interpret)
     return in_sorted_rows(run_experts, x, routing_weights, chosen_experts, stacks, parts=parts)
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.attention import (
-    Attention,
+    AttentionFunction,
     Segments,
     blocked_attention,
     whole_blocks,
@@ -27,7 +27,11 @@ from activation_extraction.model.attention import (
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import DeltaRuleFunction, gated_delta_rule
 from activation_extraction.model.expert_kernel import pallas_experts
-from activation_extraction.model.experts import ExpertSumFunction, ragged_experts, tiled_experts
+from activation_extraction.model.experts import (
+    ExpertSumFunction,
+    sum_ragged_experts,
+    sum_tiled_experts,
+)
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
@@ -46,15 +50,15 @@ class Kernels(NamedTuple):
     of the fields, so these names must not change.
 
     Attributes:
-        attention: The function that computes attention; see `Attention` in attention.py.
+        attention: The function that computes attention; see `AttentionFunction` in attention.py.
         experts: The function that computes the weighted sums of experts; see `ExpertSumFunction` in
             experts.py.
         delta_rule: The function that computes the gated delta rule; see `DeltaRuleFunction` in
             delta_net.py.
     """
 
-    attention: Attention = blocked_attention
-    experts: ExpertSumFunction = tiled_experts
+    attention: AttentionFunction = blocked_attention
+    experts: ExpertSumFunction = sum_tiled_experts
     delta_rule: DeltaRuleFunction = gated_delta_rule
 
 
@@ -86,7 +90,7 @@ def splash_attention(
         interpret: Whether Pallas interprets the kernel, for tests on CPUs.
 
     Returns:
-        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
+        The outputs, (B, T, N, H) in the dtype of q. See `AttentionFunction` for their definition.
     """
     query_count = q.shape[1]
     key_count = k.shape[1]
@@ -152,7 +156,7 @@ PREFERRED: Mapping[str, KernelsByFieldAndName] = {
     "cpu": {},
     "tpu": {
         "attention": {"splash": splash_attention},
-        "experts": {"pallas": pallas_experts, "ragged_dot": ragged_experts},
+        "experts": {"pallas": pallas_experts, "ragged_dot": sum_ragged_experts},
         "delta_rule": {"pallas": pallas_delta_rule},
     },
     "gpu": {"attention": {"flash": flash_attention}, "experts": {"grouped": grouped_experts}},

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.model.attention import Attention, Segments
+from activation_extraction.model.attention import AttentionFunction, Segments
 
 # The two axes of JAX's mesh that make up the user's axis `model`.
 MODEL_AXES = ("model", "query")
@@ -243,12 +243,12 @@ class Layout:
         return run_on_devices(*arrays)
 
     def attend(
-        self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array
+        self, attention: AttentionFunction, q: Array, k: Array, v: Array, segment_ids: Array
     ) -> Array:
         """Runs attention on each device, with the device's rows, heads and queries.
 
         Args:
-            attention: The function that computes attention (see `Attention`).
+            attention: The function that computes attention (see `AttentionFunction`).
             q: The queries of whole rows, (B, T, query heads, head size).
             k: The keys, (B, T, key/value heads, head size).
             v: The values, (B, T, key/value heads, head size).
