@@ -234,13 +234,14 @@ def _contexts(
             - first_token_indices_of_shards[shard_index]
         )
         sample_index_of_token = (
-            np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
+            np.searchsorted(shard_reader.sample_offsets, token_indices_in_shard, "right") - 1
         )
         context_starts = np.maximum(
-            shard_reader.offsets[sample_index_of_token], token_indices_in_shard - around
+            shard_reader.sample_offsets[sample_index_of_token], token_indices_in_shard - around
         )
         context_stops = np.minimum(
-            shard_reader.offsets[sample_index_of_token + 1], token_indices_in_shard + around + 1
+            shard_reader.sample_offsets[sample_index_of_token + 1],
+            token_indices_in_shard + around + 1,
         )
         token_ids_of_contexts = [
             token_fields["token_ids"][context_start:context_stop]

@@ -279,7 +279,7 @@ class TokenSource:
                 - self.shards.first_sample_indices_of_shards[shard_index]
             )
             with as_os_errors():
-                token_offsets = self.shards.get(shard_index).offsets
+                token_offsets = self.shards.get(shard_index).sample_offsets
             yield [
                 Chunk(
                     shard_index,
@@ -324,7 +324,7 @@ class TokenSource:
 
         def wait() -> ChunkTokens:
             sample_index_of_token = (
-                np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
+                np.searchsorted(shard_reader.sample_offsets, token_indices_in_shard, "right") - 1
             )
             sample_idx_of_token = shard_reader.sample_numbers[sample_index_of_token]
             with as_os_errors():

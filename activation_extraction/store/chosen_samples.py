@@ -178,7 +178,7 @@ def read_samples(
     tokens_of_samples = _tokens_of(shard_reader, run_log, commit, sample_indices)
     chosen_samples = []
     for sample_index, stored_tokens in zip(sample_indices, tokens_of_samples, strict=True):
-        start_token_index, stop_token_index = shard_reader.offsets[
+        start_token_index, stop_token_index = shard_reader.sample_offsets[
             sample_index : sample_index + 2
         ].tolist()
         values_of_hooks = [
@@ -211,13 +211,13 @@ def _tokens_of(
         return []
     # All tokens from the first sample to the last one are read, because one large range takes less
     # time than many small ones if the shard is in a bucket.
-    start_token_index = int(reader.offsets[min(sample_indices)])
-    stop_token_index = int(reader.offsets[max(sample_indices) + 1])
+    start_token_index = int(reader.sample_offsets[min(sample_indices)])
+    stop_token_index = int(reader.sample_offsets[max(sample_indices) + 1])
     token_fields = reader.begin_tokens(start_token_index, stop_token_index)()
     stored_samples = []
     for sample_index in sample_indices:
         start_token_index_in_range, stop_token_index_in_range = (
-            reader.offsets[sample_index : sample_index + 2] - start_token_index
+            reader.sample_offsets[sample_index : sample_index + 2] - start_token_index
         ).tolist()
         token_ids = token_fields["token_ids"][start_token_index_in_range:stop_token_index_in_range]
         positions = token_fields["position"][start_token_index_in_range:stop_token_index_in_range]

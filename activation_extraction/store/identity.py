@@ -54,7 +54,8 @@ LOSS = "loss"  # full name of the hook with the loss at each token
 # Value of `max_seq_length` in the identity of a program with a loop of its own, which has no such
 # flag.
 NOT_RECORDED = 0
-DataFiles = Mapping[str, tuple[int, str]]  # size in bytes and fingerprint of each file, by name
+# Name of a data file -> its size in bytes and its fingerprint.
+SizeAndFingerprintByFileName = Mapping[str, tuple[int, str]]
 
 
 class Difference(NamedTuple):
@@ -335,7 +336,10 @@ class Identity:
         return {field_name: identity_fields[field_name] for field_name in OF_KEPT_TOKENS}
 
     def other_samples(
-        self, other: "Identity", files: DataFiles, other_files: DataFiles
+        self,
+        other: "Identity",
+        files: SizeAndFingerprintByFileName,
+        other_files: SizeAndFingerprintByFileName,
     ) -> list[Difference]:
         """Returns the differences in settings and data files that change the samples of a run.
 
@@ -409,7 +413,7 @@ def _flag_from_json(name: str, value: Any) -> Any:
 
 
 class Sources(Protocol):
-    """The files of a data set, as an object that can check and describe them.
+    """Interface of an object that describes the files of a data set and checks them for changes.
 
     The package `store` uses this interface, because it must not import the class that implements it
     (`run.data_files.DataFiles`).

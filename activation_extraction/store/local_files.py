@@ -89,7 +89,7 @@ def write_file(
     """Creates a file, or replaces its whole content.
 
     The new file has a temporary name until it is synced to the disk. So whenever the process or the
-    machine dies, the old content or the whole new content is at `path`.
+    machine dies, `path` is the whole new file, or the old file if there was one.
 
     Args:
         path: Path of the file.

@@ -50,14 +50,14 @@ class RunDescription:
     Attributes:
         identity: Identity of the run.
         hook_name_by_key: Key of a hook in pickles -> full name of the hook.
-        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
-            "max_tokens"; None for no limit.
+        limit_by_flag_name: Largest numbers of samples and of tokens to store, by the names
+            "max_samples" and "max_tokens"; None for no limit.
         facts: Further facts about the run and its hooks.
     """
 
     identity: Identity
     hook_name_by_key: Mapping[Key, str] = field(default_factory=dict)
-    limits: Mapping[str, int | None] = field(default_factory=dict)
+    limit_by_flag_name: Mapping[str, int | None] = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
 
     def to_json(self, totals: Totals) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class RunDescription:
         source_files = self.facts.sources
         return {
             **totals.counts,
-            **self.limits,
+            **self.limit_by_flag_name,
             "hooks": hook_descriptions,
             "identity": self.identity.to_json(),
             "data_files": source_files.to_json() if source_files else [],
@@ -216,23 +216,23 @@ class LogWriter:
             this process read it.
         """
         self.begin_time = round(time.time(), 3)
-        metadata_bytes = self._metadata(run_id, "running")
-        write_time_limit = self.folder.patience_for(metadata_bytes)
-        write_attempts = Attempts(self.folder, f"writing {METADATA}", write_time_limit)
+        metadata_content = self._metadata(run_id, "running")
+        write_patience = self.folder.patience_for(metadata_content)
+        write_attempts = Attempts(self.folder, f"writing {METADATA}", write_patience)
         while True:
             try:
-                self.folder.write(METADATA, metadata_bytes, version, write_time_limit)
+                self.folder.write(METADATA, metadata_content, version, write_patience)
                 break
             except ChangedError as error:
                 current_content, current_version = self._read(METADATA)
-                if current_content == metadata_bytes:
+                if current_content == metadata_content:
                     break
                 if current_version != version:
                     return False
                 write_attempts.failed(error)
         self.run_id = run_id
         if self._local_folder is not None:
-            self._local_folder.write(METADATA, metadata_bytes, ANY)
+            self._local_folder.write(METADATA, metadata_content, ANY)
         return True
 
     def write_metadata(self, status: str, upload: bool = True) -> None:
@@ -242,12 +242,14 @@ class LogWriter:
             status: Status of the run: "complete", "interrupted" or "failed".
             upload: Whether to write the file to the bucket, too, if there is one.
         """
-        metadata_bytes = self._metadata(self.run_id, status)
+        metadata_content = self._metadata(self.run_id, status)
         if self._local_folder is not None:
-            self._local_folder.write(METADATA, metadata_bytes, ANY)
+            self._local_folder.write(METADATA, metadata_content, ANY)
         if upload or self._local_folder is None:
             self._write(
-                METADATA, metadata_bytes, lambda current_content: current_content == metadata_bytes
+                METADATA,
+                metadata_content,
+                lambda current_content: current_content == metadata_content,
             )
 
     def _metadata(self, run: str, status: str) -> bytes:
@@ -294,12 +296,12 @@ class LogWriter:
             LostError: If metadata.json is missing or damaged, or names no owner.
         """
         metadata_url = f"{self.folder.url}/{METADATA}"
-        metadata_bytes = self.folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
-        if metadata_bytes is None:
+        metadata_content = self.folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
+        if metadata_content is None:
             owner_problem = f"{metadata_url}: is gone"
         else:
             try:
-                owner_id = parse_metadata(metadata_bytes, metadata_url).get("owner")
+                owner_id = parse_metadata(metadata_content, metadata_url).get("owner")
             except DamagedError as error:
                 owner_problem = str(error)
             else:
@@ -359,18 +361,18 @@ class LogWriter:
             a commit has arrived since. The new content must be checked before it may be replaced.
         """
         shard_json_name = commit_name(number)
-        reservation_bytes = seal(reservation(self.run_id, self.process_id))
-        write_time_limit = self.folder.patience_for(reservation_bytes)
-        write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_time_limit)
+        reservation_content = seal(reservation(self.run_id, self.process_id))
+        write_patience = self.folder.patience_for(reservation_content)
+        write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_patience)
         while True:
             current_content, current_version = self._read(shard_json_name)
-            if current_content == reservation_bytes:
+            if current_content == reservation_content:
                 return True
             self.check()
             if current_version != version:
                 return False
             try:
-                self.folder.write(shard_json_name, reservation_bytes, version, write_time_limit)
+                self.folder.write(shard_json_name, reservation_content, version, write_patience)
                 return True
             except ChangedError as error:  # the write failed, or its answer was lost
                 write_attempts.failed(error)
@@ -410,28 +412,28 @@ class LogWriter:
             already. If the answer to the write was lost, this may be the commit that this process
             has just written.
         """
-        json_bytes = seal(json_fields)
+        json_content = seal(json_fields)
 
         def must_stay(current_content: bytes) -> bool:
-            return current_content == json_bytes or self._commit_in(current_content) is not None
+            return current_content == json_content or self._commit_in(current_content) is not None
 
-        current_content, _ = self._write(name, json_bytes, must_stay)
+        current_content, _ = self._write(name, json_content, must_stay)
         return None if current_content is None else self._commit_in(current_content)
 
-    def _commit_in(self, json_bytes: bytes) -> Commit | None:
+    def _commit_in(self, json_content: bytes) -> Commit | None:
         """Returns the commit in a JSON file of the log.
 
         A JSON file with a reservation only reserves the number of a shard for a process.
 
         Args:
-            json_bytes: Content of the file.
+            json_content: Content of the file as bytes.
 
         Returns:
             The commit. None if the file is damaged, or contains a reservation or a commit of
             another run.
         """
         with suppress(DamagedError):
-            parsed_commit = parse_commit(json_bytes, "")
+            parsed_commit = parse_commit(json_content, "")
             if parsed_commit is not None and parsed_commit.run == self.run_id:
                 return parsed_commit
         return None
@@ -458,8 +460,8 @@ class LogWriter:
             store has no versions.
         """
         # The time that all attempts to write the file may take together.
-        write_time_limit = self.folder.patience_for(file_content)
-        write_attempts = Attempts(self.folder, f"writing {name}", write_time_limit)
+        write_patience = self.folder.patience_for(file_content)
+        write_attempts = Attempts(self.folder, f"writing {name}", write_patience)
         while True:
             if must_stay is None:
                 file_entry = self.folder.head(name)
@@ -470,9 +472,7 @@ class LogWriter:
                     return current_content, current_version
             self.check()
             try:
-                return None, self.folder.write(
-                    name, file_content, current_version, write_time_limit
-                )
+                return None, self.folder.write(name, file_content, current_version, write_patience)
             except ChangedError as error:
                 write_attempts.failed(error)
 
@@ -493,8 +493,9 @@ class LogWriter:
     def _remove_uncommitted(self) -> None:
         """Deletes the files of shards that belong to no commit of the run.
 
-        A warning names files that the store may not have deleted. After that, the folder is listed
-        again, and the sizes and versions of all committed files are checked.
+        If an answer to a deletion was lost, it is unknown whether the file still exists. A warning
+        with the names of such files is logged. After that, the folder is listed again to check the
+        sizes of all committed files, and the versions of the files that this process committed.
 
         Raises:
             FolderError: If a committed file is missing or has changed.

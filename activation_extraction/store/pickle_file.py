@@ -71,9 +71,9 @@ class _Pickler(pickle.Pickler):
         reduced_empty_array: Any = np.empty(0, value.dtype).__reduce__()
         rebuild_array, rebuild_arguments, array_state = reduced_empty_array
         state_version, _shape, pickled_dtype, is_fortran_order, _data = array_state
-        array_bytes = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
+        array_content = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
         # A writable buffer would be pickled as a bytearray.
-        array_buffer = PickleBuffer(array_bytes.toreadonly())
+        array_buffer = PickleBuffer(array_content.toreadonly())
         state_with_buffer = (
             state_version,
             value.shape,
@@ -87,8 +87,8 @@ class _Pickler(pickle.Pickler):
 class _BufferList(list[memoryview]):
     """The output file of a pickler: a list of the written buffers, which are not copied."""
 
-    def write(self, written_bytes: bytes | PickleBuffer) -> int:
-        self.append(memoryview(written_bytes).cast("B"))
+    def write(self, written_content: bytes | PickleBuffer) -> int:
+        self.append(memoryview(written_content).cast("B"))
         return self[-1].nbytes
 
 
@@ -105,11 +105,11 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     pickled_buffers = _BufferList()
     _Pickler(pickled_buffers, protocol=5).dump(records_of(shard))
     if writer:
-        writer_id_bytes = writer.encode()
+        encoded_writer_id = writer.encode()
         writer_instructions = (
             pickle.BINUNICODE
-            + struct.pack("<I", len(writer_id_bytes))
-            + writer_id_bytes
+            + struct.pack("<I", len(encoded_writer_id))
+            + encoded_writer_id
             + pickle.POP
         )
         first_buffer = pickled_buffers[0]
@@ -273,10 +273,21 @@ class _LimitedReader:
 
 
 class _DType:
-    """The replacement of NumPy's dtype when a pickle is read.
+    """Stands in for numpy.dtype while a shard is unpickled, and accepts only dtypes of numbers.
 
     NumPy's own class accepts pickled states that make NumPy read memory outside of an array. This
-    class uses only the byte order in a state.
+    class only checks the byte order in a state, and ignores the rest.
+
+    Args:
+        type_code: NumPy's code of the dtype, which must be one of NUMBER_TYPES.
+        _: Other arguments of numpy.dtype, which are ignored.
+
+    Attributes:
+        dtype: NumPy's dtype for the code.
+
+    Raises:
+        UnsafeError: If the code is not one of NUMBER_TYPES, or the state has another byte order
+            than this machine.
     """
 
     def __init__(self, type_code: Any, *_: Any) -> None:
@@ -290,18 +301,19 @@ class _DType:
 
 
 class _Array(np.ndarray):
-    """The replacement of NumPy's array when a pickle is read.
+    """Stands in for numpy.ndarray while a shard is unpickled, so that only safe arrays are made.
 
-    It is an empty array until `__setstate__` sets its content, which can only be numbers.
+    It is an empty array until `__setstate__` sets its shape, dtype and content. `_DType` stands in
+    for the dtype, and accepts only dtypes of numbers.
     """
 
     def __new__(cls, *_: Any) -> "_Array":
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
-        state_version, array_shape, dtype_replacement, is_fortran_order, array_bytes = state
+        state_version, array_shape, dtype_replacement, is_fortran_order, array_content = state
         super().__setstate__(
-            (state_version, array_shape, dtype_replacement.dtype, is_fortran_order, array_bytes)
+            (state_version, array_shape, dtype_replacement.dtype, is_fortran_order, array_content)
         )
 
 

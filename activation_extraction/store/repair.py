@@ -115,24 +115,26 @@ class Repair:
     num_samples_to_add: int = 0
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
+    def limits(self, limit_by_flag_name: Mapping[str, int | None]) -> dict[str, int | None]:
         """Returns the largest numbers of samples and of tokens to store during this repair.
 
-        If no shard is missing or bad (`gaps` is empty), they are the same as `limits`. Otherwise
-        they are the limits that metadata.json records, so that the repair stores the same samples
-        as the run did. A limit that metadata.json does not record is taken from `limits`.
+        If the repair stores no missing or bad shards again (`gaps` is empty), the numbers are the
+        same as in `limit_by_flag_name`. Otherwise they are the limits that metadata.json records,
+        so that the repair stores the same samples as the run did. A limit that metadata.json does
+        not record is taken from `limit_by_flag_name`.
 
         Args:
-            limits: Limits of this process, by the names "max_samples" and "max_tokens"; None for no
-                limit.
+            limit_by_flag_name: Limits of this process, by the names "max_samples" and "max_tokens";
+                None for no limit.
 
         Returns:
-            A dict of the limits, with the names and meanings of `limits`.
+            A dict of the limits, by the same names; None for no limit.
         """
-        metadata_with_limits = self.previous_metadata if self.gaps else {}
+        if not self.gaps:
+            return dict(limit_by_flag_name)
         return {
-            limit_name: metadata_with_limits.get(limit_name, limit_of_this_process)
-            for limit_name, limit_of_this_process in limits.items()
+            flag_name: self.previous_metadata.get(flag_name, limit_of_this_process)
+            for flag_name, limit_of_this_process in limit_by_flag_name.items()
         }
 
     def samples_missing(self, added_samples: int) -> int:
@@ -168,29 +170,30 @@ class Repair:
     def revised(self, new_metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of metadata.json during this repair.
 
-        If there are no gaps, this is `new_metadata`. Otherwise, it is the content before the repair
-        with a new status and with the fields "written" and "remote" of `new_metadata`. As soon as
-        all gaps are filled, it also has the totals and the hooks of `new_metadata`.
+        If the repair stores no missing or bad shards again (`gaps` is empty), this is
+        `new_metadata`. Otherwise, it is the content before the repair with a new status and with
+        the fields "written" and "remote" of `new_metadata`. Fields that the content before the
+        repair lacks are taken from `new_metadata`. After all these shards are stored, the totals
+        and the hooks are those of `new_metadata` as well.
 
         Args:
             new_metadata: Content that a run with the flags of this process would write. The status
-                "complete" in it means that all gaps are filled.
+                "complete" in it means that all missing and bad shards are stored again.
         """
         if not self.gaps:
             return dict(new_metadata)
         revised_status = "complete" if self._was_complete else "interrupted"
-        changed_metadata_keys = ["written", "remote"]
+        changed_keys = ["written", "remote"]
         if new_metadata["status"] == "complete":
             revised_status = self.status(new_metadata["samples"])
-            changed_metadata_keys += [*COUNTED, *CUT, "hooks"]
-        changed_fields = {
-            changed_metadata_key: new_metadata[changed_metadata_key]
-            for changed_metadata_key in changed_metadata_keys
+            changed_keys += [*COUNTED, *CUT, "hooks"]
+        new_value_by_changed_key = {
+            changed_key: new_metadata[changed_key] for changed_key in changed_keys
         }
         return {
             **new_metadata,
             **self.previous_metadata,
-            **changed_fields,
+            **new_value_by_changed_key,
             "status": revised_status,
         }
 
@@ -206,13 +209,13 @@ class RepairPlanner:
     Attributes:
         folder: Folder that contains the shards.
         identity: Identity that follows from the flags or arguments of this process.
-        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
-            "max_tokens"; None for no limit.
+        limit_by_flag_name: Largest numbers of samples and of tokens to store, by the names
+            "max_samples" and "max_tokens"; None for no limit.
     """
 
     folder: Folder
     identity: Identity
-    limits: Mapping[str, int | None]
+    limit_by_flag_name: Mapping[str, int | None]
     # Shard number -> result of the last check of this shard.
     _checked_shard_by_number: dict[int, CheckedShard] = field(default_factory=dict)
     # Whether the user was warned that this repair writes metadata.json again with its own settings.
@@ -369,10 +372,10 @@ class RepairPlanner:
         good_shards = []
         seen_sample_numbers = set[int]()
         for checked_shard in shards:
-            duplicates_in_shard = duplicate_sample_numbers.intersection(
+            duplicate_sample_numbers_in_shard = duplicate_sample_numbers.intersection(
                 _sample_numbers([checked_shard]).tolist()
             )
-            repeated_sample_numbers = duplicates_in_shard & seen_sample_numbers
+            repeated_sample_numbers = duplicate_sample_numbers_in_shard & seen_sample_numbers
             if repeated_sample_numbers:
                 shard_url = f"{self.folder.url}/{checked_shard.commit.name}"
                 log.warning(
@@ -381,7 +384,7 @@ class RepairPlanner:
                     min(repeated_sample_numbers),
                 )
             else:
-                seen_sample_numbers |= duplicates_in_shard
+                seen_sample_numbers |= duplicate_sample_numbers_in_shard
                 good_shards.append(checked_shard)
         return good_shards
 
@@ -436,7 +439,7 @@ class RepairPlanner:
                 ),
             )
         continuation_plan = plan_rest(
-            replace(run_log, commit_by_shard_number=good_commit_by_number), self.limits
+            replace(run_log, commit_by_shard_number=good_commit_by_number), self.limit_by_flag_name
         )
         has_wrong_totals = continuation_plan.is_complete and any(
             total_problems(good_commit_by_number.values(), stored_metadata)

@@ -56,9 +56,9 @@ class StoragePlan:
         is_up_to_date: Whether nothing is left to do, not even an update of metadata.json.
         num_skipped_rows: Number of skipped rows that metadata.json records if the run is complete.
             It includes the rows after the last sample. 0 if the run is not complete, because the
-            marks of the commits then count the rows.
+            number is then taken from the marks of the commits.
         num_empty_rows: Number of rows without text that metadata.json records if the run is
-            complete, otherwise 0.
+            complete. 0 if the run is not complete, for the same reason.
         repair: Shards that a repair replaces, and samples that it reads or needs again. None if the
             process begins or continues a run.
     """
@@ -122,7 +122,7 @@ class StoragePlan:
 
     @property
     def num_samples_to_read(self) -> int | None:
-        """The number of this host's samples, counted from its first one, at which reading stops.
+        """The number of samples, from this host's first one, after which reading stops.
 
         Only a repair that stores missing or bad shards again has such a limit, because it stores
         no samples after the last one that was ever stored. None to read all the data, and for a
@@ -191,13 +191,15 @@ class ShardNumbers:
 Planner = Callable[[RunLog], StoragePlan]
 
 
-def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunLog) -> StoragePlan:
+def plan_run(
+    identity: Identity, limit_by_flag_name: Mapping[str, int | None], run_log: RunLog
+) -> StoragePlan:
     """Plans a run that begins or is continued.
 
     Args:
         identity: Identity of the run.
-        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
-            "max_tokens"; None for no limit.
+        limit_by_flag_name: Largest numbers of samples and of tokens to store, by the names
+            "max_samples" and "max_tokens"; None for no limit.
         run_log: Log of the folder.
 
     Raises:
@@ -218,16 +220,16 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
     refuse_elsewhere(run_log)
     for missing_file_problem in run_log.problems if run_log.metadata is not None else ():
         raise InputError(f"{missing_file_problem}; {repair_remedy}")
-    return plan_rest(run_log, limits)
+    return plan_rest(run_log, limit_by_flag_name)
 
 
-def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
+def plan_rest(run_log: RunLog, limit_by_flag_name: Mapping[str, int | None]) -> StoragePlan:
     """Plans how a run goes on after its last shard, if no shard before it is missing.
 
     Args:
         run_log: Log of the folder, whose shards are numbered without gaps.
-        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
-            "max_tokens"; None for no limit.
+        limit_by_flag_name: Largest numbers of samples and of tokens to store, by the names
+            "max_samples" and "max_tokens"; None for no limit.
 
     Raises:
         InputError: If the shards contain more samples or tokens than the limits allow. A limit is
@@ -240,20 +242,26 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
     plan_to_continue = StoragePlan(
         stored_commits, run_log.run, len(stored_commits) + 1, furthest_mark(stored_commits)
     )
-    stored_count_by_limit = {
+    stored_count_by_flag_name = {
         "max_samples": stored_totals.samples,
         "max_tokens": stored_totals.tokens,
     }
-    for limit_name, max_count in limits.items():
-        is_limit_exceeded = max_count is not None and stored_count_by_limit[limit_name] > max_count
-        if is_limit_exceeded and max_count != stored_metadata.get(limit_name):
-            counted_noun = limit_name.removeprefix("max_").removesuffix("s")
+    for flag_name, max_count in limit_by_flag_name.items():
+        is_limit_exceeded = (
+            max_count is not None and stored_count_by_flag_name[flag_name] > max_count
+        )
+        if is_limit_exceeded and max_count != stored_metadata.get(flag_name):
+            counted_noun = flag_name.removeprefix("max_").removesuffix("s")
             raise InputError(
-                f"--{limit_name}: {run_log.url} already holds "
-                f"{counted(stored_count_by_limit[limit_name], counted_noun)}, more than the "
+                f"--{flag_name}: {run_log.url} already holds "
+                f"{counted(stored_count_by_flag_name[flag_name], counted_noun)}, more than the "
                 f"{max_count} that this host may store; {FLAGS_REMEDY}"
             )
-    metadata_if_complete = {"status": "complete", **limits, "samples": stored_totals.samples}
+    metadata_if_complete = {
+        "status": "complete",
+        **limit_by_flag_name,
+        "samples": stored_totals.samples,
+    }
     if all(
         stored_metadata.get(metadata_key) == expected_value
         for metadata_key, expected_value in metadata_if_complete.items()

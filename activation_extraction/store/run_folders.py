@@ -83,13 +83,14 @@ class HostFolder(NamedTuple):
 
 
 def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
-    """Finds the names of hosts' folders among the names of files and folders.
+    """Parses the names of hosts' folders among the names of files and folders.
 
     Args:
         names: Names of files and folders.
 
     Returns:
-        The host's folder for each such name, by the name, in the order of `names`.
+        A dict from each name of a host's folder to the parsed name, in the order of `names`. Other
+        names are left out.
     """
     folder_or_none_by_name = {
         file_or_folder_name: HostFolder.parse(file_or_folder_name) for file_or_folder_name in names
@@ -124,7 +125,10 @@ def shown_name(name: str) -> str:
 
 
 def read_folders(root: Folder) -> dict[str, RunLog]:
-    """Reads the logs of all folders of a run, even if folders are damaged or missing.
+    """Reads the logs of all existing folders of a run.
+
+    A damaged or missing file raises no exception. The log of a folder records the JSON files that
+    cannot be read (`RunLog.message_by_damaged_file`), and folders that do not exist are left out.
 
     Args:
         root: Output folder of the run.
@@ -187,7 +191,7 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
                 "" if OTHER_VERSION in problem_message else f"; {repair_option} repairs it"
             )
             raise OSError(f"{problem_message}{repair_remedy}")
-        if run_log.moved_to and run_log.missing_files:
+        if run_log.moved_to and run_log.missing_file_names:
             raise OSError(f"{run_log.url}: the shards were uploaded to {run_log.moved_to}")
     for problem_message in foreign_folders(log_by_folder_name):
         raise ValueError(f"{run_root.url}: {problem_message}")
@@ -464,11 +468,11 @@ def _find_metadata(
     if preferred is not None:
         folders_to_search.insert(0, preferred)
     for searched_folder in folders_to_search:
-        metadata_bytes = searched_folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
+        metadata_content = searched_folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
         try:
-            if metadata_bytes is not None:
+            if metadata_content is not None:
                 return searched_folder.url, parse_metadata(
-                    metadata_bytes, f"{searched_folder.url}/{METADATA}"
+                    metadata_content, f"{searched_folder.url}/{METADATA}"
                 )
         except DamagedError as error:
             if OTHER_VERSION in str(error):

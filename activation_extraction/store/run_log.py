@@ -41,7 +41,8 @@ A process that writes to the folder goes through these phases:
   lower entry:
 
     - A lower entry is usually a commit of this run, which the earlier process does not replace. If
-      the entry is a reservation that a repair has written, it is as safe as entry n.
+      the entry is a reservation that a repair has written, the earlier process cannot replace it
+      either, for the reason that the next item gives for entry n.
     - To write entry n, the earlier process reads the version of the entry, then the owner in
       metadata.json, and then writes on condition that the version has not changed. If it read the
       version before the reservation was written, the condition does not hold. If it read the
@@ -146,22 +147,22 @@ def seal(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(sealed_content, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def unseal(json_bytes: bytes, where: str) -> dict[str, Any]:
+def unseal(json_content: bytes, where: str) -> dict[str, Any]:
     """Checks the checksum in a JSON file of a run, and returns the content without it.
 
     `seal` makes the bytes of such files.
 
     Args:
-        json_bytes: Content of the file as bytes.
+        json_content: Content of the file as bytes.
         where: Path of the file, for messages.
 
     Raises:
         DamagedError: If the bytes are not exactly the bytes that `seal` made.
     """
     try:
-        json_object = json.loads(json_bytes)
+        json_object = json.loads(json_content)
         del json_object["checksum"]
-        is_intact = json_bytes == seal(json_object)
+        is_intact = json_content == seal(json_object)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{where}: is damaged, or was not written by this program"
         raise DamagedError(message, remedy=REPAIRS) from error
@@ -279,15 +280,17 @@ class Commit:
     @property
     def hook_name_by_key(self) -> dict[Key, str]:
         """The full names of the hooks in the shard, by the keys of the hooks in pickles."""
-        return {hook["key"]: hook["name"] for hook in self.hooks}
+        return {
+            hook_description["key"]: hook_description["name"] for hook_description in self.hooks
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of the JSON file that is this commit, without its checksum."""
         json_object = asdict(self)
-        sample_range = {
+        sample_range_fields = {
             field_name: json_object.pop(field_name) for field_name in ("first", "last", "count")
         }
-        return {"format_version": FORMAT_VERSION, **json_object, "samples": sample_range}
+        return {"format_version": FORMAT_VERSION, **json_object, "samples": sample_range_fields}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
@@ -358,31 +361,31 @@ def reservation(run: str, owner: str) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "run": run, "owner": owner, RESERVED: True}
 
 
-def parse_commit(json_bytes: bytes, where: str) -> Commit | None:
+def parse_commit(json_content: bytes, where: str) -> Commit | None:
     """Returns the commit in an entry of the log; None if the entry is a reservation.
 
     Args:
-        json_bytes: Content of the JSON file as bytes.
+        json_content: Content of the JSON file as bytes.
         where: Path of the file, for messages.
 
     Raises:
         DamagedError: If the entry is damaged, or was written by another version of this program.
     """
-    json_object = unseal(json_bytes, where)
+    json_object = unseal(json_content, where)
     return None if RESERVED in json_object else Commit.from_json(json_object, where)
 
 
-def parse_metadata(json_bytes: bytes, where: str) -> dict[str, Any]:
+def parse_metadata(json_content: bytes, where: str) -> dict[str, Any]:
     """Returns the content of metadata.json as a JSON object.
 
     Args:
-        json_bytes: Content of the file as bytes.
+        json_content: Content of the file as bytes.
         where: Path of the file, for messages.
 
     Raises:
         DamagedError: If the file is damaged, or was written by another version of this program.
     """
-    metadata = unseal(json_bytes, where)
+    metadata = unseal(json_content, where)
     if metadata.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
     identity_of(metadata, where)
@@ -405,9 +408,9 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
 
 def read_metadata(folder: Folder) -> dict[str, Any] | None:
     """Reads metadata.json in a folder, and returns None if the file is missing or damaged."""
-    json_bytes = folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
+    json_content = folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
     with suppress(DamagedError):
-        return None if json_bytes is None else parse_metadata(json_bytes, METADATA)
+        return None if json_content is None else parse_metadata(json_content, METADATA)
     return None
 
 
@@ -492,7 +495,7 @@ class RunLog:
         return None if are_shards_in_this_folder else remote_url
 
     @property
-    def missing_files(self) -> list[str]:
+    def missing_file_names(self) -> list[str]:
         """The names of committed files that are missing, or whose size differs from the commit."""
         file_names_and_facts = chain.from_iterable(
             commit.files.items() for commit in self.commits_in_order
@@ -512,9 +515,9 @@ class RunLog:
         first.
         """
         has_metadata_file = self.metadata or METADATA in self.message_by_damaged_file
-        missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
+        messages_on_missing_files = [] if has_metadata_file else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
-            return missing_messages
+            return messages_on_missing_files
         metadata = self.metadata or {}
         # If the JSON files of the last shards are missing, no later file shows this. But the
         # metadata.json of a complete run records the number of shards.
@@ -534,10 +537,12 @@ class RunLog:
             first_missing_name = commit_name(missing_range.start)
             last_missing_name = commit_name(missing_range.stop - 1)
             if first_missing_name == last_missing_name:
-                missing_messages.append(f"{first_missing_name}: is missing")
+                messages_on_missing_files.append(f"{first_missing_name}: is missing")
             else:
-                missing_messages.append(f"{first_missing_name} to {last_missing_name}: are missing")
-        return missing_messages
+                messages_on_missing_files.append(
+                    f"{first_missing_name} to {last_missing_name}: are missing"
+                )
+        return messages_on_missing_files
 
     @property
     def problems(self) -> list[str]:
@@ -547,9 +552,9 @@ class RunLog:
         If the shards were uploaded to another folder, only the JSON files are checked.
         """
         json_problem_messages = [f"{self.url}/{message}" for message in self.missing_json_messages]
-        missing_files = self.missing_files if self.moved_to is None else []
+        missing_file_names = self.missing_file_names if self.moved_to is None else []
         file_problem_messages = [
-            f"{self.url}/{file_name}: is missing or cut short" for file_name in missing_files
+            f"{self.url}/{file_name}: is missing or cut short" for file_name in missing_file_names
         ]
         return [
             *self.message_by_damaged_file.values(),
@@ -563,16 +568,16 @@ def _read_once(folder: Folder) -> RunLog:
 
     The returned log may mix the files of two runs if a new run begins at the same time.
     """
-    metadata_bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
-    metadata_bytes, metadata_version = metadata_bytes_and_version or (None, None)
+    metadata_content_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
+    metadata_content, metadata_version = metadata_content_and_version or (None, None)
     # Name of a JSON file that cannot be read -> message on the file.
     message_by_damaged_file: dict[str, str] = {}
     # Name of a shard's JSON file, a commit or a reservation -> version of this file.
     version_by_shard_json: dict[str, str | None] = {}
     metadata = None
-    if metadata_bytes is not None:
+    if metadata_content is not None:
         try:
-            metadata = parse_metadata(metadata_bytes, f"{folder.url}/{METADATA}")
+            metadata = parse_metadata(metadata_content, f"{folder.url}/{METADATA}")
         except DamagedError as error:
             message_by_damaged_file[METADATA] = str(error)
     size_by_file_name = folder.files()
@@ -584,9 +589,9 @@ def _read_once(folder: Folder) -> RunLog:
     )
     # A listing of several pages may lack a shard's JSON file that was written meanwhile, so JSON
     # files with the missing numbers are requested by name.
-    missing_numbers = chain.from_iterable(_gaps([0, *sorted(commit_by_shard_number)]))
+    missing_shard_numbers = chain.from_iterable(_gaps([0, *sorted(commit_by_shard_number)]))
     missing_json_names = {
-        commit_name(shard_number) for shard_number in islice(missing_numbers, MAX_UNLISTED)
+        commit_name(shard_number) for shard_number in islice(missing_shard_numbers, MAX_UNLISTED)
     }
     unlisted_json_names = missing_json_names - listed_json_names
     commit_by_shard_number |= _read_commits(
@@ -603,7 +608,7 @@ def _read_once(folder: Folder) -> RunLog:
         url=folder.url,
         is_local=folder.is_local,
     )
-    if run_log.missing_files:
+    if run_log.missing_file_names:
         # The missing files may have been written after the folder was listed, so it is listed
         # again.
         return replace(run_log, size_by_file_name=folder.files())
@@ -638,14 +643,14 @@ def _read_commits(
         return folder.read_with_version(name, max_bytes=MAX_JSON_BYTES)
 
     with ThreadPoolExecutor(JSONS_AT_ONCE) as thread_pool:
-        for shard_json_name, json_bytes_and_version in zip(
+        for shard_json_name, json_content_and_version in zip(
             sorted_json_names, thread_pool.map(read, sorted_json_names), strict=True
         ):
-            if json_bytes_and_version is None:
+            if json_content_and_version is None:
                 continue
-            json_bytes, version_by_shard_json[shard_json_name] = json_bytes_and_version
+            json_content, version_by_shard_json[shard_json_name] = json_content_and_version
             try:
-                commit = parse_commit(json_bytes, f"{folder.url}/{shard_json_name}")
+                commit = parse_commit(json_content, f"{folder.url}/{shard_json_name}")
             except DamagedError as error:
                 message_by_damaged_file[shard_json_name] = str(error)
                 continue

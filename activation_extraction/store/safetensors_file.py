@@ -162,27 +162,27 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         Consecutive buffers with the bytes of the file: the header, then the tensors. No buffer
         contains bytes of two tensors.
     """
-    arrays_by_tensor = {
+    arrays_by_tensor_name = {
         "sample_idx": [np.array([sample.facts.sample_idx for sample in shard.samples], np.int64)],
-        "sample_offsets": [shard.offsets],
+        "sample_offsets": [shard.sample_offsets],
         "token_ids": [np.asarray(sample.token_ids, np.int32) for sample in shard.samples],
         "position": [np.asarray(sample.positions, np.int32) for sample in shard.samples],
     }
     for label_name in shard.samples[0].labels:
-        arrays_by_tensor[label_name] = [sample.labels[label_name] for sample in shard.samples]
+        arrays_by_tensor_name[label_name] = [sample.labels[label_name] for sample in shard.samples]
     for hook_key, hook in shard.hook_by_key.items():
-        arrays_by_tensor |= hook.tensors(shard.sample_values_by_hook_key[hook_key])
+        arrays_by_tensor_name |= hook.tensors(shard.sample_values_by_hook_key[hook_key])
     header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
-    dtype_and_shape_by_tensor = {
+    dtype_and_shape_by_tensor_name = {
         tensor_name: (
             arrays_of_tensor[0].dtype,
             (sum(map(len, arrays_of_tensor)), *arrays_of_tensor[0].shape[1:]),
         )
-        for tensor_name, arrays_of_tensor in arrays_by_tensor.items()
+        for tensor_name, arrays_of_tensor in arrays_by_tensor_name.items()
     }
     contiguous_arrays = (
         np.ascontiguousarray(array)
-        for arrays_of_tensor in arrays_by_tensor.values()
+        for arrays_of_tensor in arrays_by_tensor_name.values()
         for array in arrays_of_tensor
     )
     array_buffers = (
@@ -190,7 +190,10 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         for contiguous_array in contiguous_arrays
         if contiguous_array.size
     )
-    return [memoryview(pack_header(dtype_and_shape_by_tensor, header_metadata)), *array_buffers]
+    return [
+        memoryview(pack_header(dtype_and_shape_by_tensor_name, header_metadata)),
+        *array_buffers,
+    ]
 
 
 def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeChecksums:
@@ -209,11 +212,11 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         The checksum of the front and the checksums of the blocks of each tensor, together with the
         sizes of the front and of the blocks (see `RangeChecksums`).
     """
-    file_bytes = sum(buffer.nbytes for buffer in file_buffers)
+    num_file_bytes = sum(buffer.nbytes for buffer in file_buffers)
     file_header = read_header(
-        lambda start, stop: bytes(file_buffers[0][start:stop]), file_bytes, "", RunError
+        lambda start, stop: bytes(file_buffers[0][start:stop]), num_file_bytes, "", RunError
     )
-    token_count = int(shard.offsets[-1])
+    token_count = int(shard.sample_offsets[-1])
     bytes_of_hooks = [
         sum(map(hook.bytes_of, shard.sample_values_by_hook_key[hook_key]))
         for hook_key, hook in shard.hook_by_key.items()
@@ -232,11 +235,11 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         return file_buffers[first_buffer_index:stop_buffer_index]
 
     num_front_bytes = file_header.tensors["token_ids"].offset
-    checksums_by_tensor = dict[str, str]()
+    checksums_by_tensor_name = dict[str, str]()
     for tensor_name, tensor in file_header.tensors.items():
         if tensor.shape[0] == token_count:
             tensor_buffers = buffers_of_range(tensor.offset, tensor.end)
-            checksums_by_tensor[tensor_name] = crc_digits(
+            checksums_by_tensor_name[tensor_name] = crc_digits(
                 tensor_buffers, tokens_per_block * tensor.row_bytes
             )
     return RangeChecksums(
@@ -246,7 +249,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         consecutive=all(
             np.array_equal(positions, np.arange(len(positions))) for positions in shard.positions
         ),
-        crc32c=checksums_by_tensor,
+        crc32c=checksums_by_tensor_name,
     )
 
 
@@ -266,9 +269,9 @@ class SafetensorsFile:
     Attributes:
         tensors: Dtypes, shapes and byte offsets of the tensors by name, in the order of the file.
         sample_numbers: Numbers (`sample_idx`) of the samples, int64 (samples,).
-        offsets: Index in the shard of the first token of each sample, int64 (samples + 1,). The
-            last item is the number of tokens in the shard. Sample i consists of the tokens from
-            offsets[i] to offsets[i + 1] - 1.
+        sample_offsets: Index in the shard of the first token of each sample, int64 (samples + 1,).
+            The last item is the number of tokens in the shard. Sample i consists of the tokens from
+            sample_offsets[i] to sample_offsets[i + 1] - 1.
         label_names: Names of the labels of the tokens, "role" and "turn". Empty if the run has
             none.
     """
@@ -290,7 +293,8 @@ class SafetensorsFile:
             checksums: Checksums of ranges of the file. None if they are not recorded, or if the
                 file is in memory or mapped into memory.
             front: Number of bytes at the beginning of the file that are read with one request if
-                there are no `checksums`. 0 to read bytes only when they are needed.
+                there are no `checksums`, an estimate of the size of the header and of the tensors
+                `sample_idx` and `sample_offsets`. 0 to read bytes only when they are needed.
 
         Raises:
             RunError: If the file is not a shard of this program, or its size does not match its
@@ -299,10 +303,10 @@ class SafetensorsFile:
         self._begin_read = begin
         self._file_location = where  # path or URL of the file, for messages
         self._checksums = checksums
-        # The first bytes of the file, uint8, contain the header and the tensors `sample_idx` and
-        # `sample_offsets`. They are kept in memory until these are read, so that a file in a bucket
-        # needs only one request. `checksums` records their number and their checksum. Otherwise,
-        # their number is the estimate `front`.
+        # First bytes of the file, uint8. They stay in memory until the header and the tensors
+        # `sample_idx` and `sample_offsets` are read, so that a file in a bucket needs only one
+        # request for all three. `checksums` records the number of the bytes that contain all three,
+        # and the checksum of these bytes. Without `checksums`, `front` is used as the number.
         if checksums is not None:
             self._first_bytes_of_file = begin(0, checksums.front, checksums.front_blocks)()
         else:
@@ -323,8 +327,9 @@ class SafetensorsFile:
             if label_name in self.tensors and len(self.tensors[label_name].shape) == 1
         ]
         self.sample_numbers = np.array(self.whole("sample_idx"))
-        self.offsets = np.array(self.whole("sample_offsets"))
-        # Both arrays are copies, so the memory of the first bytes can be released.
+        self.sample_offsets = np.array(self.whole("sample_offsets"))
+        # `sample_numbers` and `sample_offsets` are copies, so the memory of the first bytes can be
+        # released.
         self._first_bytes_of_file = np.empty(0, np.uint8)
 
     def begin_tokens(self, start: int, stop: int) -> Callable[[], dict[str, np.ndarray]]:
@@ -338,18 +343,20 @@ class SafetensorsFile:
             A function that waits for the arrays and returns them by name, int32 (stop - start,)
             each. The names are `token_ids`, `position`, and the names in `label_names`.
         """
-        wait_function_by_tensor = {"token_ids": self.begin_rows("token_ids", start, stop)}
+        wait_function_by_tensor_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
             # Consecutive positions can be computed, which takes less time than requesting them from
             # a bucket.
-            wait_function_by_tensor["position"] = lambda: self._consecutive_positions(start, stop)
+            wait_function_by_tensor_name["position"] = lambda: self._consecutive_positions(
+                start, stop
+            )
         else:
-            wait_function_by_tensor["position"] = self.begin_rows("position", start, stop)
+            wait_function_by_tensor_name["position"] = self.begin_rows("position", start, stop)
         for label_name in self.label_names:
-            wait_function_by_tensor[label_name] = self.begin_rows(label_name, start, stop)
+            wait_function_by_tensor_name[label_name] = self.begin_rows(label_name, start, stop)
         return lambda: {
             tensor_name: wait_function()
-            for tensor_name, wait_function in wait_function_by_tensor.items()
+            for tensor_name, wait_function in wait_function_by_tensor_name.items()
         }
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:
@@ -365,8 +372,8 @@ class SafetensorsFile:
             The positions, int32 (stop - start,).
         """
         token_indices = np.arange(start, stop)
-        sample_index_of_token = np.searchsorted(self.offsets, token_indices, "right") - 1
-        return (token_indices - self.offsets[sample_index_of_token]).astype(np.int32)
+        sample_index_of_token = np.searchsorted(self.sample_offsets, token_indices, "right") - 1
+        return (token_indices - self.sample_offsets[sample_index_of_token]).astype(np.int32)
 
     def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Begins to read consecutive rows of a tensor.
@@ -388,10 +395,10 @@ class SafetensorsFile:
                 f"{self._file_location}: the tensor {name} has {counted(tensor.shape[0], 'row')}, "
                 f"expected {stop} or more"
             )
-        checked_blocks = (
+        blocks_to_check = (
             None if self._checksums is None else self._checksums.blocks_of(name, tensor)
         )
-        wait_for_bytes = self._begin(*tensor.byte_range(start, stop), checked_blocks)
+        wait_for_bytes = self._begin(*tensor.byte_range(start, stop), blocks_to_check)
         rows_shape = stop - start, *tensor.shape[1:]
         return lambda: np.ndarray(rows_shape, tensor.dtype, wait_for_bytes())
 

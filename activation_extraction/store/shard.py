@@ -74,11 +74,11 @@ class Shard:
         return [sample.positions for sample in self.samples]
 
     @property
-    def offsets(self) -> np.ndarray:
+    def sample_offsets(self) -> np.ndarray:
         """For each sample, the index of its first token in the shard, int64 (samples + 1,).
 
         The last element is the number of tokens in the shard, so sample i has the tokens from
-        offsets[i] to offsets[i + 1] - 1.
+        sample_offsets[i] to sample_offsets[i + 1] - 1.
         """
         return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 

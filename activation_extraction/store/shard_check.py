@@ -5,9 +5,9 @@ shard that could not be read. A shard is only bad if its content was read and di
 certainly does not exist. The following list contains all checks of a shard, in this module and in
 the modules that read shards. For each check, it gives the damage that no other check finds:
 
-- *Sizes* (`RunLog.missing_files`, and `check_shard` here): files that are missing or cut short,
-  before any file is read, and files that are too long. The folder refuses to read a file that is
-  too long, and without this check the refusal would look like a request that failed.
+- *Sizes* (`RunLog.missing_file_names`, and `check_shard` here): files that are missing or cut
+  short, before any file is read, and files that are too long. The folder refuses to read a file
+  that is too long, and without this check the refusal would look like a request that failed.
 - *Versions* (shard_reader.py, in a bucket): a file that was replaced since its JSON was read,
   because the run was overwritten or repaired. Its content is not damaged.
 - *CRC-32C of every MiB*, and of every block of tokens in a safetensors shard (shard_reader.py):
