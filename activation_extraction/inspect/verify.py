@@ -323,10 +323,10 @@ def check_numbers(
     )
     repeated_sample_numbers = sample_numbers[occurrence_counts > 1]
     if repeated_sample_numbers.size:
-        repeated_numbers_in_words = counted(len(repeated_sample_numbers), "sample number")
+        repeated_sample_numbers_in_words = counted(len(repeated_sample_numbers), "sample number")
         first_repeated_sample_number = repeated_sample_numbers[0]
         yield (
-            f"{repeated_numbers_in_words} stored more than once, such as "
+            f"{repeated_sample_numbers_in_words} stored more than once, such as "
             f"{first_repeated_sample_number}"
         )
     for folder_name, run_log in log_by_folder.items():
@@ -346,11 +346,11 @@ def check_numbers(
         expected_sample_numbers = worker.sample_idx(0) + worker.stride * np.arange(
             len(sample_numbers)
         )
-        indices_of_wrong_numbers = np.flatnonzero(sample_numbers != expected_sample_numbers)
-        if indices_of_wrong_numbers.size:
-            index_of_first_wrong_number = indices_of_wrong_numbers[0]
-            sample_number = sample_numbers[index_of_first_wrong_number]
-            expected_sample_number = expected_sample_numbers[index_of_first_wrong_number]
+        indices_of_wrong_sample_numbers = np.flatnonzero(sample_numbers != expected_sample_numbers)
+        if indices_of_wrong_sample_numbers.size:
+            index_of_first_wrong_sample_number = indices_of_wrong_sample_numbers[0]
+            sample_number = sample_numbers[index_of_first_wrong_sample_number]
+            expected_sample_number = expected_sample_numbers[index_of_first_wrong_sample_number]
             folder_in_words = shown_name(folder_name)
             if sample_number > expected_sample_number:
                 yield f"{folder_in_words}: sample {expected_sample_number} is missing"

@@ -181,9 +181,9 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         report_lines.append(order_problem_message)
     numbers_of_wrong_rows = set(chosen_row_numbers) - row_by_number.keys()
     report_lines += messages_about_left_out_rows
-    for row_number_with_wrong_ids, id_problem in _wrong_ids(folder, row_by_number):
+    for row_number_with_wrong_ids, id_problem_message in _wrong_ids(folder, row_by_number):
         numbers_of_wrong_rows.add(row_number_with_wrong_ids)
-        report_lines.append(id_problem)
+        report_lines.append(id_problem_message)
     for row_check in tqdm(
         row_checks, "describing wrong rows", leave=False, unit=" rows", disable=None
     ):

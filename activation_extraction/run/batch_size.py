@@ -109,7 +109,7 @@ def fit_rows(
         )
         return forward, None
     num_devices_of_run = len(devices_of_host) * host.num_hosts
-    device_and_mesh = {
+    device_and_mesh_fields = {
         "device": device_kind,
         "devices": num_devices_of_run,
         "mesh": forward.layout.shape,
@@ -120,7 +120,7 @@ def fit_rows(
     recorded_row_counts_for_same_devices = [
         recorded_batch_size_choice["rows"]
         for recorded_batch_size_choice in recorded_batch_size_choices
-        if device_and_mesh.items() <= recorded_batch_size_choice.items()
+        if device_and_mesh_fields.items() <= recorded_batch_size_choice.items()
     ]
     recorded_row_counts_of_hosts = gather(
         host, min(recorded_row_counts_for_same_devices, default=None)
@@ -141,7 +141,7 @@ def fit_rows(
         )
     num_rows, _ = forward_with_chosen_rows.batch_shape
     log.info("--batch_size auto: %d rows per host and step: %s", num_rows, reason_for_num_rows)
-    return forward_with_chosen_rows, {"rows": num_rows, **device_and_mesh}
+    return forward_with_chosen_rows, {"rows": num_rows, **device_and_mesh_fields}
 
 
 def _largest_fitting(

@@ -103,7 +103,7 @@ class DataFiles:
         for metadata in metadata_of_hosts:
             if file_records_as_json := metadata.get("data_files"):
                 recorded_file_lists.add(
-                    tuple(RecordedFile(**recorded_file) for recorded_file in file_records_as_json)
+                    tuple(RecordedFile(**record_as_json) for record_as_json in file_records_as_json)
                 )
         if not recorded_file_lists:
             return cls(files)

@@ -54,7 +54,7 @@ BATCHES_AHEAD = 4
 
 @dataclass(frozen=True)
 class Text:
-    """Makes samples and batches from the rows of a run's data set.
+    """The text pipeline of a run, which makes samples and batches from the rows of its data set.
 
     The tokenizer, the chat template and the data set are opened when their properties are first
     read. If one of them cannot be opened, reading the property raises InputError.

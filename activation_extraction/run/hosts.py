@@ -484,7 +484,8 @@ class Lockstep:
 
     Args:
         batches: The batches of this host, with None for a batch that is not ready yet.
-        stopped: A function that returns a true value once this host has been asked to stop.
+        get_stop_request: A function that returns a true value once this host has been asked to
+            stop.
         any_host: A function that takes conditions, which are true or false on this host, and
             returns for each condition whether it is true on any host. It is called once, by all
             hosts together.
@@ -500,13 +501,13 @@ class Lockstep:
     def __init__(
         self,
         batches: Iterator[Batch | None],
-        stopped: Callable[[], object],
+        get_stop_request: Callable[[], object],
         any_host: Callable[[Sequence[bool]], Sequence[bool]],
         clock: Clock,
     ) -> None:
         self.failure: Exception | None = None
         self._remaining_batches = batches
-        self._get_stop_request: Callable[[], object] = stopped
+        self._get_stop_request: Callable[[], object] = get_stop_request
         self._clock = clock
         self._upcoming_batches: deque[Batch | None] = deque()
         # Whether this host has data, for each of the first STEPS_AHEAD steps.
@@ -516,7 +517,7 @@ class Lockstep:
             data_conditions_on_this_host.append(self._has_data_at_later_step)
         conditions_of_this_host = [
             *data_conditions_on_this_host,
-            bool(stopped()),
+            bool(get_stop_request()),
             self.failure is not None,
         ]
         # `data_conditions_on_any_host` contains, for each of the first STEPS_AHEAD steps of the

@@ -174,8 +174,8 @@ def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
     """Checks that a run has made its tokens with the tokenizer in `text`.
 
     Args:
-        text: The object that opens the tokenizer, the chat template and the data set. Here, only
-            its tokenizer is opened.
+        text: The text pipeline, which opens the tokenizer, the chat template and the data set when
+            they are needed. Here, only its tokenizer is opened.
         config: The configuration, whose flags appear in the message.
         identity: The identity of the run.
 

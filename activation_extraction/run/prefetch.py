@@ -105,19 +105,19 @@ class Prefetch(Generic[T, R]):
     def __iter__(self) -> Iterator[T | None]:
         return self.until(lambda: False)
 
-    def until(self, stopped: Callable[[], object]) -> Iterator[T | None]:
-        """Yields items until the generator ends, or until `stopped` returns a true value.
+    def until(self, get_stop_request: Callable[[], object]) -> Iterator[T | None]:
+        """Yields items until the generator ends, or until a stop is requested.
 
         Args:
-            stopped: A function that tells whether to end the iteration. It is called several times
-                a second.
+            get_stop_request: A function that returns a true value if the iteration is to end before
+                the generator ends. It is called several times a second.
 
         Yields:
             The next item, or None if it is not ready because the generator is skipping stored
             samples.
         """
         wait_start_time = time.monotonic()
-        while not stopped():
+        while not get_stop_request():
             if (peeked_item := self._peeked_item) is not None:
                 self._peeked_item = None
                 yield peeked_item

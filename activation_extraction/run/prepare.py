@@ -64,7 +64,7 @@ class Run:
         watchdog: The watchdog, which ends the process if nothing happens for too long.
         folders: The local folder and the folder in a bucket to which this host writes.
         forward: The model on its mesh, whose checkpoint is checked but not read yet.
-        text: The object that makes samples and batches from the rows of the data set.
+        text: The text pipeline, which makes samples and batches from the rows of the data set.
         storage: The storage of this host, to which nothing has been written yet.
         batches: The batches of the samples that were not stored yet when the text was opened. After
             the last batch, the attribute `generator_result` is the mark at the end of the data.
@@ -449,14 +449,14 @@ def step_request(
 def check_and_identify(
     config: Config, folders: RunFolders, forward: Forward, text: Text, watchdog: Watchdog
 ) -> Identity:
-    """Checks that the text of the run can be used, and returns the identity of the run.
+    """Checks that the inputs of the text pipeline can be used, and returns the identity of the run.
 
     Args:
         config: The configuration.
         folders: The folders of the run.
         forward: The model on its mesh. The identity contains its hooks and its files.
-        text: The text of the run. Its tokenizer, its chat template and the first row of each data
-            set are checked.
+        text: The text pipeline of the run. Its tokenizer, its chat template and the first row of
+            each data set are checked.
         watchdog: The watchdog, which watches over these checks.
 
     Raises:
@@ -480,7 +480,7 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
     Args:
         config: The configuration.
         forward: The model on its mesh, with the kernels that compute it.
-        text: The text of the run, which contains the tokenizer.
+        text: The text pipeline of the run, which contains the tokenizer.
 
     Returns:
         The facts by their keys in metadata.json: "configuration", "model", "model_commit",
@@ -538,7 +538,7 @@ def plan_storage(
         config: The configuration.
         folders: The folders of the run.
         forward: The model on its mesh, with the hooks whose values are stored.
-        text: The text of the run. metadata.json records the files of its data set.
+        text: The text pipeline of the run. metadata.json records the files of its data set.
         identity: The identity of the run.
         facts: The facts that metadata.json records in addition to the identity.
         watchdog: The watchdog. It is reset while the storage waits for an upload, because each

@@ -192,7 +192,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     """Makes all tokens of some stored samples again from the data set.
 
     Args:
-        text: The text of the run, whose inputs have been checked.
+        text: The text pipeline of the run, whose inputs have been checked.
         stored_samples: The stored tokens of the samples.
 
     Returns:
