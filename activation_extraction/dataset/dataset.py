@@ -220,10 +220,9 @@ class ActivationDataset(Samples):
 
         Statistics over all dimensions come from the JSON files, which were read when the run was
         opened. Statistics of each dimension are read from a small file of each shard when they are
-        first used. No statistics of indices of experts and of token ids are computed: all fields
-        with numbers, also the number of tokens, are 0 at hooks that store them. At hooks with
-        codes, only the field `codes` is filled. Statistics of losses leave out the tokens without a
-        loss.
+        first used. At hooks that store indices of experts or token ids, no statistics are computed,
+        so the number of tokens (`tokens`) is 0. At hooks with codes, only the field `codes` is
+        filled. Statistics of losses leave out the tokens without a loss.
         """
         return self.shards.statistics
 
@@ -391,7 +390,7 @@ class ActivationDataset(Samples):
         Returns:
             A TokenSource whose `options` are complete: `hooks` contains canonical names instead of
             globs, `max_norm` is a dict from canonical names of hooks to their largest norms, and
-            `buffer` is a number of tokens even if the given options contain None.
+            `buffer` is a number of tokens even if the user gave None.
 
         Raises:
             ValueError: If an option is invalid for this run.

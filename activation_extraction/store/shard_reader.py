@@ -270,9 +270,9 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[StoredHook]) -> S
         )
     else:
         pickle_content = pyarrow.py_buffer(range_reader.begin(0, commit.bytes)())
-        hooks_by_key = {hook.key: hook for hook in hooks}
+        hook_by_key = {hook.key: hook for hook in hooks}
         pickled_shard = read_pickle(
-            pyarrow.BufferReader(pickle_content), file_url, commit.unpacked, hooks_by_key
+            pyarrow.BufferReader(pickle_content), file_url, commit.unpacked, hook_by_key
         )
         opened_shard = _in_memory(pickled_shard, file_url)
     actual_dtype_and_shape_by_tensor_name = {

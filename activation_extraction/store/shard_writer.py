@@ -136,9 +136,9 @@ class ShardWriter:
         """Stores the last samples as a shard, and waits until all shards are committed.
 
         Args:
-            complete: Whether there are no more samples. If this is so in a repair, a shard
-                is stored for each missing or bad shard that has not been stored again yet: the last
-                of these shards contains the last samples, and the others contain no samples.
+            complete: Whether there are no more samples. If this is so in a repair, a shard is
+                stored for each missing or bad shard that has not been stored again yet: the last of
+                these shards contains the last samples, and the others contain no samples.
 
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.

@@ -441,7 +441,8 @@ class HookStatistics(Statistics):
     other tokens. So `without_first_token` has statistics without these tokens.
 
     Attributes:
-        load: Function that reads these files and returns the sums over the tokens of all shards.
+        load: Function that reads the files of sums of all shards, and returns the sums over the
+            tokens of all shards.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False)

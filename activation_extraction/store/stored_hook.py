@@ -825,8 +825,8 @@ class CodeHook(StoredHook):
         Returns:
             The indices, int64 (active features of all tokens,).
         """
-        token_index_by_entry = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
-        return token_index_by_entry * self.width + codes.indices
+        token_index_of_pair = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
+        return token_index_of_pair * self.width + codes.indices
 
 
 def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
