@@ -677,19 +677,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     with tempfile.TemporaryDirectory() as temporary_folder:
         bench = prepare(Path(temporary_folder), parsed_flags)
-        peak_speed_by_dtype_before_runs = measure_peaks(parsed_flags)
+        peak_flops_per_second_by_dtype_before_runs = measure_peaks(parsed_flags)
         round_figures_by_contender_and_dtype = run_all(bench)
-        peak_speed_by_dtype_after_runs = measure_peaks(parsed_flags)
-        best_peak_speed_by_dtype = {
+        peak_flops_per_second_by_dtype_after_runs = measure_peaks(parsed_flags)
+        best_peak_flops_per_second_by_dtype = {
             dtype: max(
-                peak_speed_by_dtype_before_runs[dtype], peak_speed_by_dtype_after_runs[dtype]
+                peak_flops_per_second_by_dtype_before_runs[dtype],
+                peak_flops_per_second_by_dtype_after_runs[dtype],
             )
-            for dtype in peak_speed_by_dtype_before_runs
+            for dtype in peak_flops_per_second_by_dtype_before_runs
         }
         measured_peaks = {
-            "before": peak_speed_by_dtype_before_runs,
-            "after": peak_speed_by_dtype_after_runs,
-            "best": best_peak_speed_by_dtype,
+            "before": peak_flops_per_second_by_dtype_before_runs,
+            "after": peak_flops_per_second_by_dtype_after_runs,
+            "best": best_peak_flops_per_second_by_dtype,
         }
         report_content = report(bench, round_figures_by_contender_and_dtype, measured_peaks)
     print_result(report_content)

@@ -80,12 +80,12 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
     extraction_figures = extract(output_folder, extraction_flags, options.platform)
     run_metadata = json.loads((output_folder / "metadata.json").read_text())
     shutil.rmtree(output_folder)
-    full_rows_speed = (
+    full_rows_tokens_per_second = (
         figures_of_computing["full_rows_tokens"] / figures_of_computing["full_rows_seconds"]
     )
     return {
-        "step_tokens_per_second": full_rows_speed,
-        "step_flops_per_second": full_rows_speed
+        "step_tokens_per_second": full_rows_tokens_per_second,
+        "step_flops_per_second": full_rows_tokens_per_second
         * figures_of_computing["full_rows_flops_per_token"],
         "packed_tokens_per_second": figures_of_computing["tokens"]
         / figures_of_computing["seconds"],
@@ -148,22 +148,22 @@ def describe(
             gpu_torch.py). It is {"failed": message} if transformers could not be measured.
         peak: The FLOP/s of the fastest matrix product.
     """
-    tool_speed = tool_measurements["tokens_per_second"]
+    tool_tokens_per_second = tool_measurements["tokens_per_second"]
     yield (
         f"{shape} {num_hooks} hooks: "
         f"step {tool_measurements['step_tokens_per_second']:.0f} tokens/s, "
         f"{tool_measurements['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; "
-        f"end to end {tool_speed:.0f} tokens/s "
+        f"end to end {tool_tokens_per_second:.0f} tokens/s "
         f"({tool_measurements['packed_tokens_per_second']:.0f} without storing), "
         f"{tool_measurements['bytes_per_second'] / 1e9:.2f} GB/s to disk"
     )
-    for batch_order, transformers_speed in transformers_measurements.get(
+    for batch_order, transformers_tokens_per_second in transformers_measurements.get(
         "tokens_per_second", {}
     ).items():
         yield (
             f"{shape} {num_hooks} hooks: transformers, {batch_order}: "
-            f"{transformers_speed:.0f} tokens/s "
-            f"(ours {tool_speed / transformers_speed:.2f})"
+            f"{transformers_tokens_per_second:.0f} tokens/s "
+            f"(ours {tool_tokens_per_second / transformers_tokens_per_second:.2f})"
         )
 
 

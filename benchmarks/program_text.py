@@ -182,7 +182,7 @@ class ProgramText:
         self.text = text
         self.size_by_mesh_axis = dict(size_by_mesh_axis or {})
         self.fractions_of_layer_types = fractions_of_layer_types
-        self._count_kernel_passes = count_kernel_passes
+        self._count_kernel_passes: CountKernelPasses = count_kernel_passes
         # On v6e, sorting is a computation with its own execution thread, which the last line of the
         # computation's text names.
         last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
