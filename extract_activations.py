@@ -147,11 +147,11 @@ def extract(config: Config) -> int:
             raise failure_with_totals from error
         print_summary(run, clock, is_run_complete)
         stored_totals = run.storage.totals
-        has_samples, has_tokens = any_host(
+        any_samples_stored, any_tokens_stored = any_host(
             host, [stored_totals.samples > 0, stored_totals.tokens > 0]
         )
         leave(host)
-    if is_run_complete and has_samples and not has_tokens:
+    if is_run_complete and any_samples_stored and not any_tokens_stored:
         token_choice = run.text.sample_settings.token_choice
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({token_choice})",
@@ -187,7 +187,7 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
         try:
             with device_errors(), run.watchdog:
                 progress = make_progress(run)
-                lockstep = take_steps(run, compiled_step, progress, clock, get_stop_signal)
+                lockstep_batches = take_steps(run, compiled_step, progress, clock, get_stop_signal)
         except KeyboardInterrupt:
             # The user has pressed Ctrl-C after an earlier signal had asked the run to stop. `close`
             # releases the folder without waiting for uploads.
@@ -200,8 +200,8 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
                 num_waiting_bytes / 1e9,
             )
         with device_errors():
-            finish(run, clock, lockstep.reaches_end_of_data, lockstep.failure)
-        return lockstep.reaches_end_of_data, get_stop_signal()
+            finish(run, clock, lockstep_batches.reaches_end_of_data, lockstep_batches.failure)
+        return lockstep_batches.reaches_end_of_data, get_stop_signal()
 
 
 def start_together(run: Run) -> tuple[StepFunction, Run]:
@@ -294,11 +294,13 @@ def take_steps(
             stop, or 0 without a signal.
 
     Returns:
-        The lockstep of the hosts (`run.hosts.Lockstep`), whose attributes `reaches_end_of_data`
-        and `failure` tell how the loop has ended.
+        The `Lockstep` that has yielded the batches. Its attributes `reaches_end_of_data` and
+        `failure` tell how the loop has ended.
     """
     batches_until_stop = run.batches.until(get_stop_signal)
-    lockstep = Lockstep(batches_until_stop, get_stop_signal, partial(any_host, run.host), clock)
+    lockstep_batches = Lockstep(
+        batches_until_stop, get_stop_signal, partial(any_host, run.host), clock
+    )
 
     def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
         """Starts the computation of a step, without waiting for its result.
@@ -314,19 +316,21 @@ def take_steps(
                 (see `Lockstep`).
         """
         with clock.measure("compute"):
-            return batch, *step(batch, lockstep.votes)
+            return batch, *step(batch, lockstep_batches.votes)
 
     can_store_batches = True
     try:
-        for batch, activations, vote_sums_on_later_step in one_step_behind(map(start, lockstep)):
+        for batch, activations, continuation_vote_sums in one_step_behind(
+            map(start, lockstep_batches)
+        ):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
             if batch is not None and can_store_batches:
                 with clock.measure("copy"):
-                    host_activations = run.forward.receive(activations)
+                    received_activations = run.forward.receive(activations)
                 try:
                     with clock.measure("store"):
-                        run.storage.add_batch(batch, host_activations)
+                        run.storage.add_batch(batch, received_activations)
                     num_kept_tokens = sum(
                         placed_sample.sample.num_kept for placed_sample in batch.samples
                     )
@@ -338,17 +342,17 @@ def take_steps(
                 except Exception as error:
                     # The error is raised once all hosts have stopped. Until then, no later batch is
                     # stored, because the batch that failed is missing.
-                    lockstep.fail(error)
+                    lockstep_batches.fail(error)
                     can_store_batches = False
             run.watchdog.reset()
-            lockstep.learn(np.asarray(vote_sums_on_later_step))
+            lockstep_batches.learn(np.asarray(continuation_vote_sums))
     finally:
         try:
             progress.close()
         except Exception as error:
-            # Writing the last metrics failed. The lockstep tells all hosts about this failure.
-            lockstep.fail(error)
-    return lockstep
+            # Writing the last metrics failed. `Lockstep` tells all hosts about this failure.
+            lockstep_batches.fail(error)
+    return lockstep_batches
 
 
 def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = None) -> None:

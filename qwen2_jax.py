@@ -12,7 +12,7 @@ example, the tensor `model.layers.7.self_attn.q_proj.weight` becomes row 7 of th
 `layers/self_attn/q_proj/weight`, because layers are stacked for `scan`. The axis of all heads
 becomes two axes, heads and head size.
 
-In this module, `rotary` is the result of `rotary_table`, and a segment is a sample in a row.
+In this module, `cos_and_sin` is the result of `rotary_table`, and a segment is a sample in a row.
 
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size, F MLP
 width, V vocabulary, L layers, Q the heads of the query projection, which are 2 * N if heads have
@@ -97,8 +97,8 @@ class Embedding(nn.Module):
         constrain = self.layout.constrain
         token_ids = constrain(token_ids, "fsdp_batch", "sequence")
         # On CPUs, a bfloat16 table is stored as uint16. `from_bits` views its vectors as bfloat16.
-        stored_vectors = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
-        return constrain(from_bits(stored_vectors), *STREAM)
+        embedding_vectors = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
+        return constrain(from_bits(embedding_vectors), *STREAM)
 
     def table(self) -> Array:
         """Returns the vectors of all tokens of the vocabulary.
@@ -142,13 +142,18 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
 
     def __call__(
-        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, has_window: Array | None
+        self,
+        x: Array,
+        cos_and_sin: tuple[Array, Array],
+        segment_ids: Array,
+        has_window: Array | None,
     ) -> tuple[Array, Intermediates]:
         """Computes attention, and returns its output with the intermediates.
 
         Args:
             x: The normed residual stream, (B, T, D).
-            rotary: The cosines and sines of the rotary position embedding, which `rotate` applies.
+            cos_and_sin: The cosines and the sines of the rotary embedding, which `rotate` applies,
+                each (B, T, 1, H) float32.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
             has_window: Whether the layer attends only to a sliding window, () bool; None in a model
                 without sliding windows.
@@ -173,8 +178,8 @@ class SelfAttention(nn.Module):
         if self.config.qk_norm:
             q = intermediates["q_normed"] = self.q_norm(q)[0]
             k = intermediates["k_normed"] = self.k_norm(k)[0]
-        q = intermediates["rot_q"] = rotate(q, rotary, self.config)
-        k = intermediates["rot_k"] = rotate(k, rotary, self.config).astype(self.dtype)
+        q = intermediates["rot_q"] = rotate(q, cos_and_sin, self.config)
+        k = intermediates["rot_k"] = rotate(k, cos_and_sin, self.config).astype(self.dtype)
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
             intermediates["pattern"] = partial(
@@ -368,13 +373,18 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(config, dtype, self.layout)
 
     def __call__(
-        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, has_window: Array | None
+        self,
+        x: Array,
+        cos_and_sin: tuple[Array, Array],
+        segment_ids: Array,
+        has_window: Array | None,
     ) -> tuple[Array, Intermediates]:
         """Computes the layer, and returns the residual stream after it with the intermediates.
 
         Args:
             x: The residual stream before the layer, (B, T, D).
-            rotary: The cosines and sines of the rotary position embedding, which `rotate` applies.
+            cos_and_sin: The cosines and the sines of the rotary embedding, which `rotate` applies,
+                each (B, T, 1, H) float32.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
             has_window: Whether the layer attends only to a sliding window, () bool; None in a model
                 without sliding windows.
@@ -390,7 +400,7 @@ class DecoderLayer(nn.Module):
         if LINEAR in self.layer_type.split():
             y, intermediates["linear_attn"] = self.linear_attn(y, segment_ids)
         else:
-            y, intermediates["attn"] = self.self_attn(y, rotary, segment_ids, has_window)
+            y, intermediates["attn"] = self.self_attn(y, cos_and_sin, segment_ids, has_window)
         x = x + y
         if SPARSE in self.layer_type.split():
             # Experts fetch and send whole tokens, so the values of a token should be contiguous.
@@ -404,13 +414,16 @@ class DecoderLayer(nn.Module):
 
 
 def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
-    """Returns the layers of a model as functions of their parameters.
+    """Creates the decoder of a model, which runs its layers as functions of their parameters.
 
     Args:
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         kernels: The functions that compute attention, experts and delta nets.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
+
+    Returns:
+        A `Decoder`, to whose methods the caller passes the parameters of the layers.
     """
     make_layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
     module_by_type = {
@@ -448,8 +461,8 @@ class Qwen2(nn.Module):
 
         Args:
             token_ids: The token ids, (B, T) int32.
-            segment_ids: The number, in its row, of the sample that contains the token, (B, T)
-                int32, counted from 1; 0 for padding.
+            segment_ids: For each token, the number of its sample among the samples of the same
+                row, counted from 1; 0 for padding. The shape is (B, T), the dtype int32.
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
@@ -457,10 +470,10 @@ class Qwen2(nn.Module):
         """
         model_decoder = decoder(self.config, self.dtype, self.kernels, self.layout)
         layer_params = self.param("layers", model_decoder.init, self.num_layers)
-        rotary = rotary_table(positions, self.config)
+        cos_and_sin = rotary_table(positions, self.config)
 
         def block(layer: Callable, x: Array, _: None) -> Array:
-            return layer(x, rotary, segment_ids)[0]
+            return layer(x, cos_and_sin, segment_ids)[0]
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
         if not self.is_initializing():
@@ -612,9 +625,9 @@ def _tensors_by_parameter(
             ),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
-            separate_tensor_and_slice = f"mlp.experts.{{}}.{projection_name}.weight", None
+            unfused_tensor_pattern_and_slice = f"mlp.experts.{{}}.{projection_name}.weight", None
             tensor_and_slice_by_parameter[f"mlp.experts.{projection_name}.weight"] = (
-                fused_tensor_and_slice if has_fused_experts else separate_tensor_and_slice
+                fused_tensor_and_slice if has_fused_experts else unfused_tensor_pattern_and_slice
             )
     return tensor_and_slice_by_parameter
 
@@ -641,16 +654,16 @@ def _interleaved_tensors(
     if delta is None or not delta.interleaved:
         return tensor_and_slice_by_parameter
     value_heads_per_key = delta.values_per_key
-    num_key_rows_of_head = delta.key_size
-    num_value_rows_of_head = value_heads_per_key * delta.value_size
+    num_key_weight_rows_per_key_head = delta.key_size
+    num_value_weight_rows_per_key_head = value_heads_per_key * delta.value_size
     for tensor_name, row_count_by_projection_letter in (
         (
             "in_proj_qkvz",
             {
-                "q": num_key_rows_of_head,
-                "k": num_key_rows_of_head,
-                "v": num_value_rows_of_head,
-                "z": num_value_rows_of_head,
+                "q": num_key_weight_rows_per_key_head,
+                "k": num_key_weight_rows_per_key_head,
+                "v": num_value_weight_rows_per_key_head,
+                "z": num_value_weight_rows_per_key_head,
             },
         ),
         ("in_proj_ba", {"b": value_heads_per_key, "a": value_heads_per_key}),
@@ -659,7 +672,8 @@ def _interleaved_tensors(
         rows_per_key_head = sum(row_count_by_projection_letter.values())
         first_row_index_of_projection = 0
         # A quantised version of a model with fused projections may contain a separate tensor for
-        # each projection, like Qwen3.5. In this case, each parameter is read from its own tensor.
+        # each projection, as the checkpoints of Qwen3.5 do. In this case, each parameter is read
+        # from its own tensor.
         if not tensors or any(
             stored_tensor_name.endswith(full_tensor_name) for stored_tensor_name in tensors
         ):

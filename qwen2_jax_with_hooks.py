@@ -126,8 +126,8 @@ class HookedModel(nn.Module):
 
         Args:
             token_ids: The token ids, (B, T) int32.
-            segment_ids: The number, in its row, of the sample that contains the token, (B, T)
-                int32, counted from 1; 0 for padding.
+            segment_ids: For each token, the number of its sample among the samples of the same
+                row, counted from 1; 0 for padding. The shape is (B, T), the dtype int32.
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
@@ -181,11 +181,11 @@ class HookedModel(nn.Module):
         plan_after_layers = capture.plan_end()
         x = self.embed_tokens(token_ids)
         hook_buffers = capture.buffers([layer_plan, plan_after_layers], token_ids.shape)
-        rotary = rotary_table(positions, self.config)
+        cos_and_sin = rotary_table(positions, self.config)
         with jax.named_scope("layers"):
             stacked_layers = self.decoder.stacked(self.layers)
             x, hook_buffers = self._loop(
-                capture, layer_plan, stacked_layers, x, hook_buffers, rotary, segment_ids
+                capture, layer_plan, stacked_layers, x, hook_buffers, cos_and_sin, segment_ids
             )
         if self.runs_to_the_end:
             value_bits_of_kinds_after_last_layer = self._bits_after_last_layer(
@@ -228,7 +228,7 @@ class HookedModel(nn.Module):
             return x.reshape(-1, micro_batch_count, row_length).swapaxes(0, 1)
 
         stacked_layers = self.decoder.stacked(self.layers)
-        layers_of_stages = jax.tree.map(
+        stacked_layers_of_stages = jax.tree.map(
             lambda x: x.reshape(stage_count, -1, *x.shape[1:]), stacked_layers
         )
         ids_of_micro_batches, segments_of_micro_batches, positions_of_micro_batches = map(
@@ -243,15 +243,17 @@ class HookedModel(nn.Module):
             """Runs one stage on one micro-batch.
 
             A stage also runs in the bubble: in ticks in which it has no micro-batch. In ticks
-            before the first micro-batch, it writes meaningless values to the buffers' places for
-            the first micro-batch, which overwrites them. In ticks after the last micro-batch, it
-            computes the last micro-batch again. So the bubble needs no mask.
+            before the first micro-batch, it writes meaningless values to the part of the buffers
+            for the first micro-batch, and the first micro-batch overwrites them later. In ticks
+            after the last micro-batch, it computes the last micro-batch again. So the bubble needs
+            no mask.
 
             Args:
                 layers: The layers of the stage with their parameters.
-                slots: A tuple with an array for each kind of hook that layers have, int32 (layers
-                    of the stage,). It contains, for each layer of the stage, the index (the slot)
-                    in the buffer at which the values of this hook are written.
+                slots: A tuple with one array for each kind of hook that layers have, (layers of
+                    the stage,) int32. Element i of an array is the slot of this kind of hook in
+                    layer i of the stage: the index on the first axis of a buffer at which the
+                    values are written.
                 x: The residual stream before the stage, (B, T, D), where B is the number of rows of
                     a micro-batch.
                 buffers: The values at the hooks of the stage, for all micro-batches: vector type
@@ -266,7 +268,7 @@ class HookedModel(nn.Module):
                     The buffers of the stage with the values of this micro-batch.
             """
             micro_batch_number = jnp.clip(micro_batch_number, 0, micro_batch_count - 1)
-            rotary = rotary_table(positions_of_micro_batches[micro_batch_number], self.config)
+            cos_and_sin = rotary_table(positions_of_micro_batches[micro_batch_number], self.config)
             micro_batch_segments = segments_of_micro_batches[micro_batch_number]
             stage_plan = stages_plan.with_slots(slots)
             return self._loop(
@@ -275,7 +277,7 @@ class HookedModel(nn.Module):
                 layers,
                 x,
                 buffers,
-                rotary,
+                cos_and_sin,
                 micro_batch_segments,
                 micro_batch_number,
             )
@@ -302,7 +304,7 @@ class HookedModel(nn.Module):
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
             x, hook_buffers = run_stages(
-                layers_of_stages,
+                stacked_layers_of_stages,
                 stages_plan.slots_of_kinds,
                 x,
                 hook_buffers,
@@ -341,7 +343,7 @@ class HookedModel(nn.Module):
         layers: StackedLayers,
         x: Array,
         buffers: Buffers,
-        rotary: tuple[Array, Array],
+        cos_and_sin: tuple[Array, Array],
         segment_ids: Array,
         micro_batch_number: Array | None = None,
     ) -> tuple[Array, Buffers]:
@@ -356,7 +358,7 @@ class HookedModel(nn.Module):
             buffers: Vector type -> the array to which the layers write the values at its hooks, as
                 unsigned integers with the same bits: (slots, B, T, width), or in a pipeline the
                 part of one stage, (slots, micro-batches, B, T, width).
-            rotary: The cosines and the sines that rotate queries and keys, each (B, T, 1, H)
+            cos_and_sin: The cosines and the sines that rotate queries and keys, each (B, T, 1, H)
                 float32.
             segment_ids: The segment ids of the rows, (B, T) int32.
             micro_batch_number: The number of the micro-batch, () int32; None without a pipeline.
@@ -369,7 +371,7 @@ class HookedModel(nn.Module):
 
         def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, hook_buffers = carry
-            x, value_bits_of_kinds = layer(x, rotary, segment_ids)
+            x, value_bits_of_kinds = layer(x, cos_and_sin, segment_ids)
             return x, capture.write(
                 hook_buffers, plan.with_slots(slots), value_bits_of_kinds, micro_batch_number
             )

@@ -4,9 +4,9 @@ A model has layers of one type or of a few types. The parameters of all layers o
 stacked, with an axis of layers first, and each iteration of the loop uses the parameters of one
 layer. qwen2_jax.py defines the modules of the layers.
 
-In this module, `rotary` is the result of `layers.rotary_table`. The path of a parameter is a tuple:
-the names of the modules that contain it, outermost first, then its own name. A stack is the array
-of a parameter for all layers of a type.
+In this module, `cos_and_sin` is the result of `layers.rotary_table`. The path of a parameter is a
+tuple: the names of the modules that contain it, outermost first, then its own name. A stack is the
+array of a parameter for all layers of a type.
 
 Letters: B rows, T tokens per row, D hidden.
 """
@@ -54,7 +54,7 @@ class Decoder:
 
     Attributes:
         config: The configuration of the model.
-        module_by_type: Type of layer -> its module. The module maps (x, rotary, segment_ids,
+        module_by_type: Type of layer -> its module. The module maps (x, cos_and_sin, segment_ids,
             has_window) to the residual stream after the layer and the intermediates by name.
             `has_window` tells whether the layer's attention has a sliding window, () bool; it is
             None in a model without windows.
@@ -167,7 +167,7 @@ class Decoder:
             layers: The parameters of the layers, stacked, and whether the attention of each layer
                 has a sliding window, as `stacked` returns them.
             body: The body of the loop, a function that maps (layer, carry, element) to the next
-                carry. `layer` is a function that maps (x, rotary, segment_ids) to the residual
+                carry. `layer` is a function that maps (x, cos_and_sin, segment_ids) to the residual
                 stream after the layer and the result of `keep`. Its arguments are the residual
                 stream before the layer, (B, T, D), the cosines and sines of the rotary embedding
                 (from `layers.rotary_table`), and the segment of each token, (B, T) int32. `element`
@@ -277,9 +277,9 @@ class Decoder:
     ) -> Callable:
         """Binds the parameters of a layer, and returns the layer as a function of its inputs.
 
-        The inputs are x, the residual stream before the layer, (B, T, D), `rotary`, the cosines and
-        sines of the rotary embedding (from `layers.rotary_table`), and the segment of each token,
-        (B, T) int32.
+        The inputs are x, the residual stream before the layer, (B, T, D), `cos_and_sin`, the
+        cosines and sines of the rotary embedding (from `layers.rotary_table`), and the segment of
+        each token, (B, T) int32.
 
         Args:
             layer_type: The type of the layer.
@@ -291,8 +291,8 @@ class Decoder:
                 type, the index of the layer on the first axis of this stack).
 
         Returns:
-            A function that maps (x, rotary, segment_ids) to the residual stream after the layer and
-            the result of `keep`.
+            A function that maps (x, cos_and_sin, segment_ids) to the residual stream after the
+            layer and the result of `keep`.
         """
         layer_module = self.module_by_type[layer_type]
         parameter_box_by_path = self.parameters(layer_type)
@@ -425,9 +425,9 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     the layer returns besides.
 
     Args:
-        layer: A function that maps (x, rotary, segment_ids) to the residual stream after the layer
-            and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16. x is the
-            residual stream before the layer, (B, T, D), `rotary` the cosines and sines of the
+        layer: A function that maps (x, cos_and_sin, segment_ids) to the residual stream after the
+            layer and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16. x is the
+            residual stream before the layer, (B, T, D), `cos_and_sin` the cosines and sines of the
             rotary embedding (from `layers.rotary_table`), and `segment_ids` the segment of each
             token, (B, T) int32.
         module: The module of the layer, whose mesh and dtype are used.
@@ -436,12 +436,12 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
         A function with the inputs and results of `layer`.
     """
 
-    def compute(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        x, layer_results_except_x = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
+    def compute(x_bits: Array, cos_and_sin: Any, segment_ids: Array) -> Any:
+        x, layer_results_except_x = layer(from_bits(x_bits, module.dtype), cos_and_sin, segment_ids)
         return to_bits(x), layer_results_except_x
 
-    def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, shapes_of_results_except_x = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+    def skip(x_bits: Array, cos_and_sin: Any, segment_ids: Array) -> Any:
+        _, shapes_of_results_except_x = jax.eval_shape(compute, x_bits, cos_and_sin, segment_ids)
         zero_arrays = jax.tree.map(
             lambda array_shape: jnp.zeros(array_shape.shape, array_shape.dtype),
             shapes_of_results_except_x,
@@ -452,12 +452,12 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
         _, _, segment_ids = inputs
         return jax.lax.cond(segment_ids.any(), compute, skip, *inputs)
 
-    def apply(x: Array, rotary: Any, segment_ids: Array) -> Any:
+    def apply(x: Array, cos_and_sin: Any, segment_ids: Array) -> Any:
         row_count, row_length = x.shape[:2]
         rows_per_pass = rows_at_once(module.layout, row_count, row_length)
         if rows_per_pass == row_count:
-            return layer(x, rotary, segment_ids)
-        layer_inputs = to_bits(x), rotary, segment_ids
+            return layer(x, cos_and_sin, segment_ids)
+        layer_inputs = to_bits(x), cos_and_sin, segment_ids
         inputs_of_passes = jax.tree.map(
             lambda array: array.reshape(-1, rows_per_pass, *array.shape[1:]), layer_inputs
         )

@@ -47,9 +47,9 @@ Key = int | str  # the key of a hook in the shards, which is its layer or its na
 # some tokens of the batch are kept, they are an object of the class `KeptTokens` instead.
 Activations = dict[VectorType, Array] | KeptTokens
 # A function that computes one step. Its arguments are the batch of this host (None if the host has
-# no rows left), and three truth values of this host, which are called its flags and whose meaning
-# the caller determines. It returns the activations, and the number of hosts that set each flag,
-# (3,) int32. It does not wait until the devices have computed these arrays.
+# no rows left), and three truth values of this host, which are called its votes and whose meaning
+# the caller determines. It returns the activations, and for each vote the number of hosts with the
+# value True, (3,) int32. It does not wait until the devices have computed these arrays.
 StepFunction = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
@@ -242,7 +242,7 @@ def compile_step(forward: Forward) -> StepFunction:
     Returns:
         The function that computes a step. See `StepFunction` for its arguments and results.
     """
-    host_rows = forward.rows
+    host_row_shardings = forward.rows
     model_weights = read_weights(forward)
     weights_of_encoders = [encoder.weights(forward.layout) for encoder in forward.encoders]
     step_params = model_weights, weights_of_encoders
@@ -253,18 +253,18 @@ def compile_step(forward: Forward) -> StepFunction:
     log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_suffix)
     padding_array = np.zeros(forward.batch_shape, np.int32)
 
-    def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
+    def step(batch: Batch | None, votes: Sequence[bool]) -> tuple[Activations, Array]:
         arrays_to_feed = [padding_array] * 3
         if batch is not None:
             arrays_to_feed = [batch.token_ids, batch.segment_ids, batch.positions]
-        arrays_to_feed.append(np.array([flags], np.int32))
-        activations, num_hosts_that_set_each_flag = compiled_program(
-            step_params, *map(host_rows.feed, arrays_to_feed)
+        arrays_to_feed.append(np.array([votes], np.int32))
+        activations, vote_sums = compiled_program(
+            step_params, *map(host_row_shardings.feed, arrays_to_feed)
         )
         if batch is not None and batch.kept_mask is not None:
             # The kept tokens are selected now, so that the devices do it before the next step.
             activations = take_kept(activations, batch.kept_mask)
-        return activations, num_hosts_that_set_each_flag
+        return activations, vote_sums
 
     return step
 
@@ -279,35 +279,36 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         options: Options of the compiler, besides the options of every run.
 
     Returns:
-        The compiled program, a function of (params, token ids, segment ids, positions, flags). The
-        flags are three truth values of each host, (hosts, 3) int32 (see `StepFunction`). The
+        The compiled program, a function of (params, token ids, segment ids, positions, votes). The
+        votes are three truth values of each host, (hosts, 3) int32 (see `StepFunction`). The
         function returns a tuple of:
             A dict: vector type (the width and the dtype of some hooks) -> the activations at these
             hooks, (hooks of the type, rows of all hosts, T, width).
-            The number of hosts that set each flag, (3,) int32.
+            For each vote, the number of hosts whose value is 1, (3,) int32.
     """
     model = program.model
-    host_rows = program.rows
+    host_row_shardings = program.rows
 
-    def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
+    def apply(params: Any, tokens: Array, segments: Array, positions: Array, votes: Array) -> Any:
         model_params, encoder_weights = params
         value_stack_by_vector_type: Any = model.apply(
             {"params": model_params}, tokens, segments, positions
         )
-        return program.with_codes(value_stack_by_vector_type, encoder_weights), flags.sum(axis=0)
+        return program.with_codes(value_stack_by_vector_type, encoder_weights), votes.sum(axis=0)
 
     output_shardings = (
-        host_rows.outgoing(program.batch_shape[1], model.layout),
-        host_rows.everywhere(),
+        host_row_shardings.outgoing(program.batch_shape[1], model.layout),
+        host_row_shardings.everywhere(),
     )
-    # Each host feeds one row with its three flags: the truth values that the caller of a step
-    # passes for this host (see `StepFunction`).
-    shape_of_host_flags = 1, 3
+    # Each host feeds one row with its three votes (see `StepFunction`).
+    shape_of_host_votes = 1, 3
     shapes_of_fed_arrays = []
-    for row_count, row_length in [program.batch_shape] * 3 + [shape_of_host_flags]:
-        global_array_shape = row_count * host_rows.num_hosts, row_length
+    for row_count, row_length in [program.batch_shape] * 3 + [shape_of_host_votes]:
+        global_array_shape = row_count * host_row_shardings.num_hosts, row_length
         shapes_of_fed_arrays.append(
-            jax.ShapeDtypeStruct(global_array_shape, jnp.int32, sharding=host_rows.incoming())
+            jax.ShapeDtypeStruct(
+                global_array_shape, jnp.int32, sharding=host_row_shardings.incoming()
+            )
         )
     lowered_program = jax.jit(apply, out_shardings=output_shardings).lower(
         params, *shapes_of_fed_arrays

@@ -124,7 +124,7 @@ def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
     return cos_of_all_dims, sin_of_all_dims
 
 
-def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
+def rotate(x: Array, cos_and_sin: tuple[Array, Array], config: ModelConfig) -> Array:
     """Applies the rotary embedding to queries or keys.
 
     Some models rotate only the first dimensions of every head. If r dimensions are rotated,
@@ -132,13 +132,13 @@ def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
 
     Args:
         x: The queries or keys, (B, T, N heads, H head size).
-        rotary: The cosines and sines from `rotary_table`.
+        cos_and_sin: The cosines and sines from `rotary_table`.
         config: The configuration of the model.
 
     Returns:
         The rotated queries or keys, (B, T, N, H) float32.
     """
-    cos, sin = rotary
+    cos, sin = cos_and_sin
     rotated_pair_count = len(config.rope.frequencies(config.head_dim))
     swapped_values = lax.platform_dependent(
         x,

@@ -110,7 +110,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         adapter = LoraAdapter(model_options.lora, checkpoint, config_from_json.tie_word_embeddings)
         checkpoint.adapter = adapter
     model_config = as_stored(config_from_json, checkpoint.tensors)
-    model, host_rows = build_model(request, model_config)
+    model, host_row_shardings = build_model(request, model_config)
     if previous is None:
         _log_peculiarities(checkpoint, config_from_json, model)
     if previous is not None and previous.layout == model.layout:
@@ -145,7 +145,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     return Forward(
         model,
         oriented_spec_by_parameter_path,
-        host_rows,
+        host_row_shardings,
         request.batch_shape,
         stored_hook_by_key,
         code_encoders,

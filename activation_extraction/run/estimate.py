@@ -218,11 +218,13 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
             pipeline.
     """
     model_config = parse_model_config(run.model_config, request.model_options.model_path)
-    model, host_rows = build_model(request, model_config)
+    model, host_row_shardings = build_model(request, model_config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
     hooks_and_encoders = choose_hooks(request, model_config)
-    return Program(model, weight_table(model), host_rows, request.batch_shape, *hooks_and_encoders)
+    return Program(
+        model, weight_table(model), host_row_shardings, request.batch_shape, *hooks_and_encoders
+    )
 
 
 def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:
