@@ -93,8 +93,9 @@ def _token_ids(
             reads all token ids again, is None if the run stores all token ids.
 
     Yields:
-        A tuple of the number of the sample and its token ids, int32 (tokens,). A sample of which
-        the run stores no tokens is left out if it cannot be read again.
+        A tuple of the number of the sample and its token ids, int32 (tokens,). If the run
+        stores no tokens of a sample, the array may be empty although the sample has tokens, and the
+        sample is left out if it cannot be read again.
 
     Raises:
         RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
