@@ -186,12 +186,12 @@ def _block_plans(
     Yields:
         The plan of the block, which consists of indices of its tokens.
     """
-    kept_token_indices_of_tokens = np.cumsum(kept_mask).reshape(kept_mask.shape) - 1
+    token_indices_among_kept_tokens = np.cumsum(kept_mask).reshape(kept_mask.shape) - 1
     kept_token_indices_of_devices = [
         np.flatnonzero(kept_mask[device_slices]) for device_slices in slices_of_devices
     ]
     indices_among_kept_tokens_of_devices = [
-        kept_token_indices_of_tokens[device_slices][kept_mask[device_slices]]
+        token_indices_among_kept_tokens[device_slices][kept_mask[device_slices]]
         for device_slices in slices_of_devices
     ]
     tokens_per_device = kept_mask[slices_of_devices[0]].size

@@ -153,7 +153,7 @@ class LoraAdapter:
             name_in_language_model(module_path.removesuffix(".weight"))
             for module_path in key_by_suffix_by_module
         }
-        keeps_head_tied = self._settings.get("ensure_weight_tying")
+        keeps_head_tied = bool(self._settings.get("ensure_weight_tying"))
         changes_embedding = "model.embed_tokens" in changed_module_names and not keeps_head_tied
         changes_head = "lm_head" in changed_module_names
         if tied and (changes_embedding or changes_head):

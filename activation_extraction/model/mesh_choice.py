@@ -59,8 +59,8 @@ def choose_mesh(
     mesh_type: str | None,
     mesh_shape: Sequence[int] | None,
     mesh_axes: Sequence[str] | None,
-    devices: int,
-    hosts: int,
+    num_devices: int,
+    num_hosts: int,
     automatic: Callable[[], MeshChoice],
 ) -> MeshChoice:
     """Returns the mesh that the flags request.
@@ -71,7 +71,7 @@ def choose_mesh(
     - 2d: The hosts are along `data`, and the devices of each host are along `model`. With a single
       host, `data` has the size 2 if the number of devices is even and at least 8, otherwise 1.
     - 3d: The axes are the axes in --mesh_axes, or `pipeline`, `data` and `model` if --mesh_axes is
-      not given. One of them has the size `devices` / 16: `data` if the mesh has it, otherwise
+      not given. One of them has the size `num_devices` / 16: `data` if the mesh has it, otherwise
       `fsdp` if the mesh has it, otherwise the first axis. The other two axes have the size 4. If
       the number of devices is less than 64 or no multiple of 16, the mesh is as for 2d.
     - auto: `automatic` chooses the mesh.
@@ -80,8 +80,8 @@ def choose_mesh(
         mesh_type: The value of --mesh_type. None if only --mesh_shape is given.
         mesh_shape: The value of --mesh_shape. None if it is not given.
         mesh_axes: The value of --mesh_axes. None if it is not given.
-        devices: The number of devices of all hosts.
-        hosts: The number of hosts.
+        num_devices: The number of devices of all hosts.
+        num_hosts: The number of hosts.
         automatic: A function that chooses the mesh for `--mesh_type auto`.
 
     Raises:
@@ -89,51 +89,51 @@ def choose_mesh(
             given without a shape for a mesh type other than 3d.
     """
     if mesh_shape is not None:
-        return MeshChoice(_with_axes(mesh_shape, mesh_axes, mesh_type, devices))
+        return MeshChoice(_with_axes(mesh_shape, mesh_axes, mesh_type, num_devices))
     if mesh_axes is not None and mesh_type != "3d":
         raise InputError(f"--mesh_axes {','.join(mesh_axes)}: needs --mesh_shape")
     if mesh_type == "auto":
         return automatic()
     if mesh_type == "1d":
-        return MeshChoice({"model": devices})
+        return MeshChoice({"model": num_devices})
     if mesh_type == "3d":
-        if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
-            return MeshChoice(_default_3d(mesh_axes, devices))
+        if num_devices >= DEFAULT_3D_DEVICES and num_devices % 16 == 0:
+            return MeshChoice(_default_3d(mesh_axes, num_devices))
         reason_for_2d_mesh = (
             f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
-            f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"
+            f"--mesh_shape; {counted(num_devices, 'device')} become a 2d mesh"
         )
-        return MeshChoice(_default_2d(devices, hosts), reason_for_2d_mesh)
-    return MeshChoice(_default_2d(devices, hosts))
+        return MeshChoice(_default_2d(num_devices, num_hosts), reason_for_2d_mesh)
+    return MeshChoice(_default_2d(num_devices, num_hosts))
 
 
-def _default_2d(devices: int, hosts: int) -> dict[str, int]:
+def _default_2d(num_devices: int, num_hosts: int) -> dict[str, int]:
     """Returns the shape of a mesh for `--mesh_type 2d` without --mesh_shape: axis -> its size.
 
     The hosts are along `data`, and the devices of each host are along `model`. With a single host,
     `data` has the size 2 if the number of devices is even and at least 8, otherwise 1.
 
     Args:
-        devices: The number of devices of all hosts.
-        hosts: The number of hosts.
+        num_devices: The number of devices of all hosts.
+        num_hosts: The number of hosts.
     """
-    data_axis_size = hosts
-    if hosts == 1:
-        data_axis_size = 2 if devices >= 8 and devices % 2 == 0 else 1
-    return {"data": data_axis_size, "model": devices // data_axis_size}
+    data_axis_size = num_hosts
+    if num_hosts == 1:
+        data_axis_size = 2 if num_devices >= 8 and num_devices % 2 == 0 else 1
+    return {"data": data_axis_size, "model": num_devices // data_axis_size}
 
 
-def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]:
+def _default_3d(mesh_axes: Sequence[str] | None, num_devices: int) -> dict[str, int]:
     """Returns the shape of a mesh for `--mesh_type 3d` without --mesh_shape: axis -> its size.
 
-    One axis has the size `devices` / 16, and the other two axes have the size 4. The axis with the
-    size `devices` / 16 is `data` if the mesh has it, otherwise `fsdp` if the mesh has it, because
-    rows are split along these axes. If the mesh has neither of them, it is the first axis.
+    One axis has the size `num_devices` / 16, and the other two axes have the size 4. The axis with
+    the size `num_devices` / 16 is `data` if the mesh has it, otherwise `fsdp` if the mesh has it,
+    because rows are split along these axes. If the mesh has neither of them, it is the first axis.
 
     Args:
         mesh_axes: The value of --mesh_axes. None if it is not given; the axes are then `pipeline`,
             `data` and `model`.
-        devices: The number of devices, a multiple of 16.
+        num_devices: The number of devices, a multiple of 16.
 
     Raises:
         InputError: If --mesh_axes does not name three axes.
@@ -146,7 +146,7 @@ def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]
         if row_axis_name in axis_names:
             name_of_largest_axis = row_axis_name
     size_by_axis = dict.fromkeys(axis_names, 4)
-    size_by_axis[name_of_largest_axis] = devices // 16
+    size_by_axis[name_of_largest_axis] = num_devices // 16
     return size_by_axis
 
 
@@ -154,7 +154,7 @@ def _with_axes(
     mesh_shape: Sequence[int],
     mesh_axes: Sequence[str] | None,
     mesh_type: str | None,
-    devices: int,
+    num_devices: int,
 ) -> dict[str, int]:
     """Returns the mesh that --mesh_shape describes: name of an axis -> its size.
 
@@ -162,7 +162,7 @@ def _with_axes(
         mesh_shape: The value of --mesh_shape.
         mesh_axes: The value of --mesh_axes. None for the default axes of a shape of this length.
         mesh_type: The value of --mesh_type. None if it is not given.
-        devices: The number of devices of all hosts.
+        num_devices: The number of devices of all hosts.
 
     Raises:
         InputError: If the shape contradicts the axes or the number of devices.
@@ -180,30 +180,30 @@ def _with_axes(
             f"--mesh_shape {mesh_shape_text}: has {len(mesh_shape)} axes, --mesh_axes "
             f"{len(axis_names)}"
         )
-    if math.prod(mesh_shape) != devices:
+    if math.prod(mesh_shape) != num_devices:
         raise InputError(
             f"--mesh_shape {mesh_shape_text}: is {counted(math.prod(mesh_shape), 'device')}, there "
-            f"are {devices}; these would fit: {_fitting_shapes(len(mesh_shape), devices)}"
+            f"are {num_devices}; these would fit: {_fitting_shapes(len(mesh_shape), num_devices)}"
         )
     return dict(zip(axis_names, mesh_shape, strict=True))
 
 
-def _fitting_shapes(dimensions: int, devices: int) -> str:
+def _fitting_shapes(dimensions: int, num_devices: int) -> str:
     """Lists shapes of meshes with a given number of devices, for a message.
 
     Shapes whose axes have similar sizes come first.
 
     Args:
         dimensions: The number of axes.
-        devices: The number of devices.
+        num_devices: The number of devices.
 
     Returns:
         At most SHAPES_SHOWN shapes, such as "2,4; 4,2; 1,8; 8,1".
     """
     mesh_shapes = [
         mesh_shape
-        for mesh_shape in product(_divisors(devices), repeat=dimensions)
-        if math.prod(mesh_shape) == devices
+        for mesh_shape in product(_divisors(num_devices), repeat=dimensions)
+        if math.prod(mesh_shape) == num_devices
     ]
     mesh_shapes.sort(key=lambda mesh_shape: (max(mesh_shape) - min(mesh_shape), mesh_shape))
     return "; ".join(",".join(map(str, mesh_shape)) for mesh_shape in mesh_shapes[:SHAPES_SHOWN])
@@ -298,7 +298,7 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
     return step_costs
 
 
-def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
+def _shapes(cost_model: CostModel, num_devices: int) -> Iterator[dict[str, int]]:
     """Yields the shapes of meshes that divide a step's rows and the model's experts evenly.
 
     In the last shape, the axis `model` contains all devices.
@@ -306,16 +306,18 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
     Args:
         cost_model: The estimator of the cost of a step. Only the number of rows in the step and the
             number of experts in the language model are used.
-        devices: The number of devices.
+        num_devices: The number of devices.
 
     Yields:
         Name of a mesh axis -> its size. Axes of the size 1 are left out, except `data`.
     """
     model_config: ModelConfig = cost_model.model.config
     num_experts = 1 if model_config.experts is None else model_config.experts.count
-    for model_axis_size, expert_axis_size, fsdp_axis_size in product(_divisors(devices), repeat=3):
+    for model_axis_size, expert_axis_size, fsdp_axis_size in product(
+        _divisors(num_devices), repeat=3
+    ):
         data_axis_size, remaining_device_count = divmod(
-            devices, model_axis_size * expert_axis_size * fsdp_axis_size
+            num_devices, model_axis_size * expert_axis_size * fsdp_axis_size
         )
         if remaining_device_count or num_experts % expert_axis_size:
             continue
@@ -359,12 +361,14 @@ def _memory_in_words(cost: StepCost, device_memory_bytes: float | None) -> str:
     return f"about {cost.memory_bytes / 1e9:.2g}{memory_limit_text} GB per device"
 
 
-def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[str, int]) -> None:
+def check_divisibility(
+    layout: Layout, num_rows: int, length: int, sizes: Mapping[str, int]
+) -> None:
     """Checks that the mesh divides the rows, the tokens and the widths of the model evenly.
 
     Args:
         layout: The layout of the mesh.
-        rows: The number of rows per step, of all hosts together.
+        num_rows: The number of rows per step, of all hosts together.
         length: The number of tokens per row.
         sizes: Letter of an axis -> its size (see `ModelConfig.sizes`).
 
@@ -377,7 +381,7 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[st
     # For each check, the name of a size in messages, the size, and the axes of the mesh that divide
     # it.
     divisibility_checks = (
-        ("--batch_size, rows of all hosts together", rows, RULES["batch"]),
+        ("--batch_size, rows of all hosts together", num_rows, RULES["batch"]),
         ("--max_seq_length", length, ("query",)),
         ("intermediate_size", sizes.get("F", 0), MODEL_AXES),
         ("moe_intermediate_size", sizes.get("M", 0), MODEL_AXES),

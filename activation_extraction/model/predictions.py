@@ -39,7 +39,7 @@ def predictions(
 
     Args:
         hidden: The residual stream after the final norm, (B, T, D).
-        head_weight: The weight of the head, (V, D).
+        head_weight: The weight of the LM head, (V, D).
         token_ids: The ids of the tokens, (B, T) int32.
         positions: The position of each token in its sample, (B, T) int32.
         requested: The names of the predictions to compute: the keys of the result below.
@@ -118,8 +118,8 @@ def _from_logits(
     if "logits" in requested:
         array_by_prediction_name["logits"] = to_bits(logits.astype(dtype))
     if "loss" in requested:
-        is_next_token = jnp.arange(logits.shape[-1]) == next_ids[..., None]
-        next_logit = jnp.where(is_next_token, shifted_logits, 0).sum(axis=-1, keepdims=True)
+        next_token_mask = jnp.arange(logits.shape[-1]) == next_ids[..., None]
+        next_logit = jnp.where(next_token_mask, shifted_logits, 0).sum(axis=-1, keepdims=True)
         array_by_prediction_name["loss"] = jnp.log(exponential_sum) - next_logit
     if "entropy" in requested:
         sum_of_weighted_logits = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
