@@ -8,11 +8,11 @@ If two experts are nearly tied, rounding may decide to which of them a token is 
 token's activations differ in all later layers. So activations are compared only for tokens that the
 contender and the reference route to the same experts in all layers.
 
-A token of a contender has changed experts if the contender routes it to other experts than the
-first contender does in float32. The reason should only be rounding, which is similar in all
-contenders. So in each dtype, the contender's number of tokens with changed experts may be at most
-twice the reference's number plus 10, and the reference's number may be at most 1.25 times the
-contender's number plus 10.
+The float32 reference is the reference in the dtype float32. A token of a contender has changed
+experts if the contender routes it to other experts than the float32 reference does. The reason
+should only be rounding, which is similar in all contenders. So in each dtype, the contender's
+number of tokens with changed experts may be at most twice the reference's number plus 10, and the
+reference's number may be at most 1.25 times the contender's number plus 10.
 """
 
 from collections import Counter
@@ -66,11 +66,11 @@ class Comparison:
         num_rerouted_tokens: Number of these tokens that the contender and the reference route to
             different experts.
         num_tokens_with_changed_experts: Number of these tokens for which the contender's experts
-            differ from the reference's experts in float32. None if there is no float32 run to
-            compare with.
+            differ from the experts of the float32 reference, which is the contender that was
+            checked first in float32. None if no contender has been checked in float32.
         num_reference_tokens_with_changed_experts: Number of these tokens for which the reference's
-            experts in this dtype differ from the reference's experts in float32. 0 without a
-            float32 run.
+            experts in this dtype differ from the experts of the float32 reference. 0 if no
+            contender has been checked in float32.
     """
 
     deviations: list[float] = field(default_factory=list)
@@ -89,9 +89,12 @@ class Comparison:
 
         Args:
             values_by_hook: The contender's values of the document (see `ValuesByHook`).
-            reference_values_by_hook: The reference's values of the document in the same dtype.
-            float32_values_by_hook: The values of the document that the first contender computed in
-                float32. None if no float32 run was checked before.
+            reference_values_by_hook: The values of the document that the reference stored in the
+                same dtype. They are the object `values_by_hook` itself if the contender is the
+                reference.
+            float32_values_by_hook: The values of the document that the float32 reference stored.
+                The float32 reference is the contender that was checked first in float32, which may
+                be this contender. None if no contender has been checked in float32.
         """
         mask_of_tokens_with_same_experts = tokens_with_same_experts(
             values_by_hook, reference_values_by_hook

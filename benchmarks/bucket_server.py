@@ -62,11 +62,13 @@ class Object(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Totals of a server since its start.
+    """Totals of the answers of a server since its start.
 
     Attributes:
         requests: Number of answered requests, except requests of /counts.
-        bytes: Number of bytes of listings and objects that these requests asked for.
+        bytes: Number of bytes in the bodies of the answers. They are pages of listings, and the
+            ranges of objects that clients requested. An answer counts in full when it begins, even
+            if the client closes the connection before its end.
     """
 
     requests: int
@@ -108,7 +110,8 @@ class Server(socketserver.ThreadingTCPServer):
         """Adds a request to the totals.
 
         Args:
-            answer_bytes: The number of bytes of the listing or object in the answer.
+            answer_bytes: The number of bytes in the body of the answer. 0 for an answer without a
+                body, such as an error.
         """
         with self.counts_lock:
             self.answer_counts = Counts(
@@ -318,10 +321,13 @@ def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[
 
 
 def counts(address: str) -> Counts:
-    """Asks a server how many requests it has answered, and how many bytes they asked for.
+    """Asks a server how much it has answered since its start.
 
     Args:
         address: The address of the server, "HOST:PORT".
+
+    Returns:
+        The numbers of answered requests and of bytes in the answers (see `Counts`).
     """
     with urllib.request.urlopen(f"http://{address}/counts") as counts_answer:
         return Counts(**json.load(counts_answer))

@@ -21,17 +21,19 @@ from activation_extraction import ActivationDataset
 BATCH_TOKENS = 1024
 
 
-def server_totals() -> dict[str, int]:
-    """Asks the bucket's server for the totals of the requests that it has answered since its start.
+def server_traffic() -> dict[str, int]:
+    """Asks the bucket's server how much it has answered since its start.
 
     Returns:
-        A dict with "requests", the number of requests, and "bytes", the number of requested bytes
-        of listings and objects (see `Counts` in bucket_server.py).
+        A dict with these totals.
+        requests: The number of answered requests, except requests of these totals.
+        bytes: The number of bytes in the bodies of the answers. They are pages of listings, and the
+            ranges of objects that clients requested.
     """
     server_url = os.environ["STORAGE_EMULATOR_HOST"]
     with urllib.request.urlopen(f"{server_url}/counts") as counts_answer:
-        totals_since_start: dict[str, int] = json.load(counts_answer)
-    return totals_since_start
+        traffic_since_start: dict[str, int] = json.load(counts_answer)
+    return traffic_since_start
 
 
 def mask_of(num_samples: int, keep: float) -> list[bool]:
@@ -74,42 +76,42 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
         mb_per_s: The MB of activations in batches per second of the second pass.
         peak_mb: The peak resident memory of this process in MB.
     """
-    start_time, server_totals_at_start = time.perf_counter(), server_totals()
+    start_time, traffic_before_opening = time.perf_counter(), server_traffic()
     dataset = ActivationDataset(url, [hook])
     pass_figures: dict[str, float] = {"opening_s": time.perf_counter() - start_time}
-    server_totals_at_end = server_totals()
+    traffic_after_opening = server_traffic()
     pass_figures["opening_requests"] = (
-        server_totals_at_end["requests"] - server_totals_at_start["requests"]
+        traffic_after_opening["requests"] - traffic_before_opening["requests"]
     )
     pass_figures["opening_mb"] = (
-        server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
+        traffic_after_opening["bytes"] - traffic_before_opening["bytes"]
     ) / 1e6
-    start_time, server_totals_at_start = time.perf_counter(), server_totals_at_end
+    start_time = time.perf_counter()
     if keep < 1:
         options["where"] = mask_of(len(dataset), keep)
     first_pass_batches = dataset.batches(BATCH_TOKENS, **options)
     next(first_pass_batches)
     pass_figures["first_s"] = time.perf_counter() - start_time
-    server_totals_at_end = server_totals()
+    traffic_after_first_batch = server_traffic()
     pass_figures["first_requests"] = (
-        server_totals_at_end["requests"] - server_totals_at_start["requests"]
+        traffic_after_first_batch["requests"] - traffic_after_opening["requests"]
     )
     pass_figures["first_mb"] = (
-        server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
+        traffic_after_first_batch["bytes"] - traffic_after_opening["bytes"]
     ) / 1e6
     # The rest of the first pass is not measured, because the reader allocates its buffer for
     # activations in the first pass, which slows the pass down.
     for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])
-    server_totals_at_start = server_totals()
+    traffic_before_second_pass = server_traffic()
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
     activation_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH_TOKENS, **options))
     cpu_seconds = time.process_time() - cpu_start_time
     pass_seconds = time.perf_counter() - start_time
-    server_totals_at_end = server_totals()
-    answer_bytes = server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
-    num_requests = server_totals_at_end["requests"] - server_totals_at_start["requests"]
+    traffic_after_second_pass = server_traffic()
+    answer_bytes = traffic_after_second_pass["bytes"] - traffic_before_second_pass["bytes"]
+    num_requests = traffic_after_second_pass["requests"] - traffic_before_second_pass["requests"]
     pass_figures["downloaded"] = answer_bytes / activation_bytes
     pass_figures["requests_per_gb"] = num_requests / activation_bytes * 1e9
     pass_figures["cpu_s_per_gb"] = cpu_seconds / activation_bytes * 1e9

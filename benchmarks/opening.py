@@ -89,7 +89,9 @@ def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
     with ActivationStorage(
         host_folder, HOOK_NAME_BY_LAYER, OPTIONS, host_identity, facts=run_facts
     ) as storage:
-        for sample_number in range(0 if storage.complete else shards):
+        # Each shard contains one sample.
+        num_samples_to_store = 0 if storage.complete else shards
+        for sample_number in range(num_samples_to_store):
             for layer in HOOK_NAME_BY_LAYER:
                 storage.add_activation(layer, activations, sample_number, "", token_ids)
 
@@ -159,19 +161,17 @@ def measure(
             mb: MB of the answers.
     """
     with bucket_server(root, latency, RATE) as server_address:
-        server_totals_before_opening = counts(server_address)
+        traffic_before_action = counts(server_address)
         start_time, cpu_start_time = time.perf_counter(), time.process_time()
         action(f"gs://{BUCKET}/{RUN}", hosts)
         seconds = time.perf_counter() - start_time
         cpu_seconds = time.process_time() - cpu_start_time
-        server_totals_after_opening = counts(server_address)
+        traffic_after_action = counts(server_address)
     return {
         "seconds": round(seconds, 2),
         "core_seconds": round(cpu_seconds, 2),
-        "requests": server_totals_after_opening.requests - server_totals_before_opening.requests,
-        "mb": round(
-            (server_totals_after_opening.bytes - server_totals_before_opening.bytes) / 1e6, 1
-        ),
+        "requests": traffic_after_action.requests - traffic_before_action.requests,
+        "mb": round((traffic_after_action.bytes - traffic_before_action.bytes) / 1e6, 1),
     }
 
 

@@ -4,7 +4,7 @@
 named computations, and each computation consists of instructions. An array in HBM counts with the
 padding of its layout. An array in another memory, such as fast on-chip memory, does not count. The
 text does not show how often a Pallas kernel reads its operands and writes its result, so the caller
-supplies a function that returns these numbers (`CountKernelPasses`). step_plan.py turns the bytes
+supplies a function that returns these numbers (`KernelAccessCounter`). step_plan.py turns the bytes
 into the cost of a step.
 """
 
@@ -31,10 +31,13 @@ FREE_CUSTOM_CALL = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|A
 # Text that the layout of an array contains if the array is not in HBM, but in another memory, such
 # as on-chip memory.
 OTHER_MEMORY = "S("
-# A function of a kernel's name and of the shapes of its operands, followed by the shape of its
-# result. It returns how often the kernel reads each operand, followed by how often it writes the
-# result. It returns None for a kernel that reads and writes each array once.
-CountKernelPasses = Callable[[str, list[list[int]]], list[float] | None]
+# The type of a function that counts how often a Pallas kernel accesses each of its arrays. Its
+# arguments are the kernel's name, and the shapes of the kernel's operands, followed by the shape of
+# its result. It returns how often the kernel reads each operand, followed by how often it writes
+# the result: 1 if each element is read or written once, 0.5 if only half of the elements are. It
+# returns None for a kernel that it does not know. Such a kernel counts like any other instruction,
+# which reads and writes each array once.
+KernelAccessCounter = Callable[[str, list[list[int]]], list[float] | None]
 
 
 class Instruction(NamedTuple):
@@ -156,16 +159,17 @@ class ProgramText:
         instruction_by_name: Instruction name -> instruction, for all computations.
         text: Text of the compiled program.
         size_by_mesh_axis: Mesh axis -> size. Device numbers change slowest along the first axis.
-        fractions_of_layer_types: For each type of layer, the fraction of the model's layers that
-            have this type, in the order of the branches of the conditional that chooses the type.
+        layer_fractions_in_branch_order: For each type of layer, the fraction of the model's layers
+            that have this type, in the order of the branches of the conditional that chooses the
+            type. Empty if the program has no such conditional.
     """
 
     def __init__(
         self,
         text: str,
         size_by_mesh_axis: Mapping[str, int] | None = None,
-        fractions_of_layer_types: Sequence[float] = (),
-        count_kernel_passes: CountKernelPasses = lambda _name, _shapes: None,
+        layer_fractions_in_branch_order: Sequence[float] = (),
+        count_kernel_accesses: KernelAccessCounter = lambda _name, _shapes: None,
     ) -> None:
         """Parses the text of a program.
 
@@ -173,16 +177,16 @@ class ProgramText:
             text: The text of the compiled program.
             size_by_mesh_axis: Mesh axis -> size. Device numbers change slowest along the first
                 axis. None to leave out the mesh axes of collectives.
-            fractions_of_layer_types: For each type of layer, the fraction of the model's layers
-                that have this type, in the order of the branches of the conditional that chooses
-                the type. Empty if the program has no such conditional.
-            count_kernel_passes: The function that returns how often a Pallas kernel reads and
-                writes its arrays (see `CountKernelPasses`).
+            layer_fractions_in_branch_order: For each type of layer, the fraction of the model's
+                layers that have this type, in the order of the branches of the conditional that
+                chooses the type. Empty if the program has no such conditional.
+            count_kernel_accesses: The function that returns how often a Pallas kernel reads and
+                writes its arrays (see `KernelAccessCounter`).
         """
         self.text = text
         self.size_by_mesh_axis = dict(size_by_mesh_axis or {})
-        self.fractions_of_layer_types = fractions_of_layer_types
-        self._count_kernel_passes: CountKernelPasses = count_kernel_passes
+        self.layer_fractions_in_branch_order = layer_fractions_in_branch_order
+        self._count_kernel_accesses: KernelAccessCounter = count_kernel_accesses
         # On v6e, sorting is a computation with its own execution thread, which the last line of the
         # computation's text names.
         last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
@@ -315,11 +319,14 @@ class ProgramText:
         moves_of_branches = [
             self.moves(branch, channels_in_flight) for branch in instruction.branches
         ]
-        if len(moves_of_branches) != len(self.fractions_of_layer_types) or computation != self.body:
+        if (
+            len(moves_of_branches) != len(self.layer_fractions_in_branch_order)
+            or computation != self.body
+        ):
             return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
         moves_of_average_layer: list[Move] = []
         for fraction_of_layers, branch_moves in zip(
-            self.fractions_of_layer_types, moves_of_branches, strict=True
+            self.layer_fractions_in_branch_order, moves_of_branches, strict=True
         ):
             moves_of_average_layer += [move.times(fraction_of_layers) for move in branch_moves]
         return moves_of_average_layer
@@ -455,7 +462,7 @@ class ProgramText:
             kernel: The instruction that calls the kernel.
 
         Returns:
-            The number of bytes. None if the `CountKernelPasses` function of this object returns
+            The number of bytes. None if the `KernelAccessCounter` function of this object returns
             None for the kernel, which then counts like any other instruction.
         """
         result_texts_of_operands = [
@@ -470,17 +477,17 @@ class ProgramText:
             array_match for array_match in array_matches_or_none if array_match is not None
         ]
         kernel_name = kernel.name.strip("%").partition(".")[0]
-        # For each array, how often the kernel reads or writes it.
-        pass_counts_of_arrays = self._count_kernel_passes(
+        # For each operand, how often the kernel reads it, then how often it writes the result.
+        access_counts_of_arrays = self._count_kernel_accesses(
             kernel_name, [_shape(array_match) for array_match in kernel_array_matches]
         )
-        if pass_counts_of_arrays is None:
+        if access_counts_of_arrays is None:
             return None
         num_transferred_bytes = 0.0
-        for array_match, pass_count in zip(
-            kernel_array_matches, pass_counts_of_arrays, strict=True
+        for array_match, access_count in zip(
+            kernel_array_matches, access_counts_of_arrays, strict=True
         ):
-            num_transferred_bytes += _padded_hbm_bytes(array_match) * pass_count
+            num_transferred_bytes += _padded_hbm_bytes(array_match) * access_count
         return round(num_transferred_bytes)
 
     def _flops(self, product: Instruction) -> float:

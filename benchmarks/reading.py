@@ -153,9 +153,8 @@ class Run(NamedTuple):
         ) as storage:
             # bfloat16 takes 2 bytes.
             sample_bytes = self.tokens_per_sample * self.width * 2
-            for sample_number in range(
-                0 if storage.complete else self.bytes_per_hook // sample_bytes
-            ):
+            num_samples_to_store = 0 if storage.complete else self.bytes_per_hook // sample_bytes
+            for sample_number in range(num_samples_to_store):
                 self._add(storage, sample_number, rng, value_pool)
 
     def _add(
@@ -516,18 +515,14 @@ def measure(
     sixteen_ranges_reader_rate = rate_in_other_process(read_by_obstore, *OF_16)
     socket_reader_rate = rate_in_other_process(read_by_sockets, *BARE)
     # The first pass over the runs is not measured, because buffers may be allocated in it.
-    read_first_pass = scenario.prepare()
-    read_first_pass()
-    read_second_pass = scenario.prepare()
-    server_totals_before_second_pass = counts(address)
-    scenario_rate = rate_of(read_second_pass)
-    server_totals_after_second_pass = counts(address)
-    num_requests = (
-        server_totals_after_second_pass.requests - server_totals_before_second_pass.requests
-    )
-    downloaded_bytes = (
-        server_totals_after_second_pass.bytes - server_totals_before_second_pass.bytes
-    )
+    first_pass_reader = scenario.prepare()
+    first_pass_reader()
+    second_pass_reader = scenario.prepare()
+    traffic_before_second_pass = counts(address)
+    scenario_rate = rate_of(second_pass_reader)
+    traffic_after_second_pass = counts(address)
+    num_requests = traffic_after_second_pass.requests - traffic_before_second_pass.requests
+    downloaded_bytes = traffic_after_second_pass.bytes - traffic_before_second_pass.bytes
     return {
         "bare": bare_reader_rate.mb_per_second,
         "of_16": sixteen_ranges_reader_rate.mb_per_second,

@@ -67,7 +67,7 @@ class StepPlan:
             definition.
         hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading
             each operand and writing its result once, except the kernels of experts (see
-            `passes_of_expert_kernel`).
+            `access_counts_of_expert_kernel`).
         transfers_along_axes: Bytes that the device sends, one entry for each set of mesh axes.
     """
 
@@ -223,20 +223,20 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         for layer_type in sorted(layer_count_by_type)
         if layer_type in model_config.layer_types
     ]
-    fractions_of_layer_types = [
+    layer_fractions_in_branch_order = [
         num_layers / sum(layer_counts_of_types) for num_layers in layer_counts_of_types
     ]
     computed_fraction_of_token_expert_pairs = 1 / program.layout.size("expert")
-    count_passes_of_kernel = partial(
-        passes_of_expert_kernel,
+    count_kernel_accesses = partial(
+        access_counts_of_expert_kernel,
         computed_fraction_of_token_expert_pairs=computed_fraction_of_token_expert_pairs,
     )
     return ProgramText(
-        compiled.as_text() or "", mesh.shape, fractions_of_layer_types, count_passes_of_kernel
+        compiled.as_text() or "", mesh.shape, layer_fractions_in_branch_order, count_kernel_accesses
     )
 
 
-def passes_of_expert_kernel(
+def access_counts_of_expert_kernel(
     name: str, shapes: list[list[int]], computed_fraction_of_token_expert_pairs: float
 ) -> list[float] | None:
     """Returns how often a kernel of expert_kernel.py reads its operands and writes its result.

@@ -99,9 +99,9 @@ class Case(NamedTuple):
         """Returns random values of one batch, as a step of the model returns them.
 
         Returns:
-            Activations (num_hooks, ROWS, LENGTH, HIDDEN), in float32 if `value_kind` is "float32"
-            and in bfloat16 otherwise. For codes, a record with the codes of each token instead,
-            int32 (num_hooks, ROWS, LENGTH, numbers per record).
+            Activations, (num_hooks, ROWS, LENGTH, HIDDEN), in float32 if `value_kind` is "float32"
+            and in bfloat16 otherwise. If `value_kind` is CODES, the codes of each token in the
+            layout of common/codes.py instead, int32 (num_hooks, ROWS, LENGTH, numbers per token).
         """
         rng = np.random.default_rng(0)
         if self.value_kind == CODES:
@@ -151,8 +151,10 @@ class Case(NamedTuple):
         Args:
             folder: The local folder of the run.
             remote: The folder of the run in a bucket. None to store locally.
-            values: The values of a batch, (num_hooks, ROWS, LENGTH, width), or the records of its
-                codes, as `batch_values` returns them.
+            values: The values of a batch at all hooks, as `batch_values` returns them:
+                activations, (num_hooks, ROWS, LENGTH, HIDDEN). If `value_kind` is CODES, the codes
+                of each token in the layout of common/codes.py instead, int32 (num_hooks, ROWS,
+                LENGTH, numbers per token).
             batches: The batches, each with the token ids and samples of its rows.
         """
         values_by_hook_key: dict[int | str, np.ndarray] = dict(enumerate(values))
@@ -178,8 +180,10 @@ class Case(NamedTuple):
 
         Args:
             path: The path of the file.
-            values: The values of a batch, (num_hooks, ROWS, LENGTH, width), or the records of its
-                codes, as `batch_values` returns them.
+            values: The values of a batch at all hooks, as `batch_values` returns them:
+                activations, (num_hooks, ROWS, LENGTH, HIDDEN). If `value_kind` is CODES, the codes
+                of each token in the layout of common/codes.py instead, int32 (num_hooks, ROWS,
+                LENGTH, numbers per token).
             num_batches: The number of batches in the file, which all have these values.
         """
         arrays_in_file: dict[str, np.ndarray] = {}
