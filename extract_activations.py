@@ -476,6 +476,6 @@ def join_hosts(config: Config) -> Host:
     if not config.host_options.multihost:
         return Host()
     log.info("joining the other hosts")
-    joined_host = join(config.host_options)
-    start_logging(config.verbose, config.host_options.machine_id, joined_host.id)
-    return joined_host
+    this_host = join(config.host_options)
+    start_logging(config.verbose, config.host_options.machine_id, this_host.id)
+    return this_host

@@ -362,7 +362,9 @@ def _refuse_conflicts(values: ValueByFlagName) -> None:
                 )
     mode_flags = [f"--{mode_name}" for mode_name in MODES if mode_name in values]
     if "plan" in values and "overwrite" in values:
-        mode_flags.remove("--overwrite")  # --plan estimates a run with it, too
+        # --plan and --overwrite do not conflict, because --plan estimates the run that the other
+        # flags would start, and --overwrite may be one of these flags.
+        mode_flags.remove("--overwrite")
     if len(mode_flags) > 1:
         raise InputError(f"{' and '.join(mode_flags)} cannot be used together")
     if values.get("compress_shards") and values.get("shard_format") == "safetensors":

@@ -738,7 +738,10 @@ class StorageOptions:
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The largest numbers of samples and tokens to store, by their keys in metadata.json."""
+        """The largest numbers of samples and of tokens to store; None for no limit.
+
+        The keys are "max_samples" and "max_tokens", as in metadata.json.
+        """
         return {"max_samples": self.max_samples, "max_tokens": self.max_tokens}
 
     @property

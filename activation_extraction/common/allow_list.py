@@ -81,11 +81,11 @@ class _CompleteInstructions:
             size: The number of bytes. Fewer bytes are returned at the end of the pickle.
 
         Raises:
-            ValueError: If an instruction is unknown or incomplete, or if an instruction uses an
-                index in the memo that is larger than the number of instructions before it.
+            ValueError: If an instruction is unknown or incomplete, or if it stores an object in the
+                memo at an index that is larger than the number of instructions before it.
         """
         returned_blocks: list[bytes] = []
-        while size > 0 and self._has_bytes():
+        while size > 0 and self._ensure_checked_bytes():
             oldest_pending_block = self._recorded_stream.pending_blocks.popleft()
             returned_bytes = oldest_pending_block[:size]
             returned_blocks.append(returned_bytes)
@@ -98,17 +98,26 @@ class _CompleteInstructions:
         """Returns the next line of the pickle; b"" at the end of the pickle.
 
         The unpickler only reads a line if it is an argument of an instruction.
-        """
-        return self._recorded_stream.pending_blocks.popleft() if self._has_bytes() else b""
-
-    def _has_bytes(self) -> bool:
-        """Returns whether there are bytes for the unpickler. There are none after the pickle's end.
-
-        If the unpickler has received all bytes of the previous instruction, the function first
-        reads and checks the next instruction.
 
         Raises:
-            ValueError: If the instruction is not valid (see `read`).
+            ValueError: If an instruction is invalid, under the same conditions as in `read`.
+        """
+        return (
+            self._recorded_stream.pending_blocks.popleft() if self._ensure_checked_bytes() else b""
+        )
+
+    def _ensure_checked_bytes(self) -> bool:
+        """Makes sure that checked bytes of the pickle are ready for the unpickler.
+
+        If the unpickler has received all bytes of the previous instruction, this method reads and
+        checks the next instruction.
+
+        Returns:
+            Whether bytes are ready. False if the pickle has ended.
+
+        Raises:
+            ValueError: If the next instruction is unknown or incomplete, or if it stores an object
+                in the memo at an index that is larger than the number of instructions before it.
         """
         if self._recorded_stream.pending_blocks:
             return True

@@ -25,12 +25,12 @@ TOKEN_FACTOR = 5
 # have chosen different experts. Rounding to bfloat16 decides between experts that have nearly equal
 # scores. In tiny random models with 6 experts, 3 % of 200 tokens had errors above
 # `Limits.token_error` after two layers.
-MAX_OTHER_EXPERTS_FRACTION = 0.1
+MAX_FRACTION_WITH_OTHER_EXPERTS = 0.1
 # Largest relative error of a token's stored state that a different choice of experts explains. The
 # relative error is the norm of the difference between the stored and the computed state, divided by
 # the norm of the computed state. A stored state of zeros has the relative error 1. The limit is
 # below 1, because a different choice of experts does not explain such a state.
-MAX_OTHER_EXPERTS_ERROR = 0.9
+MAX_ERROR_WITH_OTHER_EXPERTS = 0.9
 # Largest relative error of a stored state when `align` searches for the token to which the state
 # belongs, as a multiple of `Limits.row_error`. The factor is smaller than TOKEN_FACTOR, the factor
 # for a state whose token is known, so that a similar state of another token is not accepted.
@@ -54,15 +54,16 @@ class Limits:
         row_error: Largest allowed root mean square of the relative errors of a row's tokens. The
             error of a token is relative to the norm of its computed state (see `token_errors`).
         token_error: Largest allowed relative error of a single token.
-        max_other_expert_fraction: Largest fraction of a row's tokens that may have larger errors,
-            up to MAX_OTHER_EXPERTS_ERROR, because this program and the program that stored the row
-            have chosen different experts for these tokens. 0 if the model has no experts, or if
-            both programs compute in float32, so that rounding hardly changes the choice.
+        max_fraction_with_other_experts: Largest fraction of a row's tokens that may have larger
+            errors, up to MAX_ERROR_WITH_OTHER_EXPERTS, because this program and the program that
+            stored the row have chosen different experts for these tokens. 0 if the model has no
+            experts, or if both programs compute in float32, so that rounding hardly changes the
+            choice.
     """
 
     row_error: float
     token_error: float
-    max_other_expert_fraction: float
+    max_fraction_with_other_experts: float
 
     @classmethod
     def of(cls, stored_dtype: str, computing_dtype: str, has_experts: bool) -> "Limits":
@@ -73,9 +74,9 @@ class Limits:
         (COMPUTING_ERRORS in verify.py) in the less precise one of two dtypes: the dtype of this
         computation, and the dtype in which the other program has probably computed. The other
         program's dtype is float32 if the file contains float32, and bfloat16 otherwise. The
-        limit `token_error` is TOKEN_FACTOR times as large. `max_other_expert_fraction` is
-        MAX_OTHER_EXPERTS_FRACTION if the model has experts and one of the two dtypes is bfloat16,
-        otherwise 0.
+        limit `token_error` is TOKEN_FACTOR times as large. `max_fraction_with_other_experts` is
+        MAX_FRACTION_WITH_OTHER_EXPERTS if the model has experts and one of the two dtypes is
+        bfloat16, otherwise 0.
 
         Args:
             stored_dtype: Name of the dtype in the file, FLOAT8 for e4m3.
@@ -88,10 +89,10 @@ class Limits:
         )
         max_row_error = computing_error + ROUNDING_ERRORS[stored_dtype]
         uses_bfloat16 = "bfloat16" in (computing_dtype, other_program_dtype)
-        max_other_expert_fraction = (
-            MAX_OTHER_EXPERTS_FRACTION if has_experts and uses_bfloat16 else 0.0
+        max_fraction_with_other_experts = (
+            MAX_FRACTION_WITH_OTHER_EXPERTS if has_experts and uses_bfloat16 else 0.0
         )
-        return cls(max_row_error, TOKEN_FACTOR * max_row_error, max_other_expert_fraction)
+        return cls(max_row_error, TOKEN_FACTOR * max_row_error, max_fraction_with_other_experts)
 
 
 class HookMatch(NamedTuple):
@@ -182,15 +183,17 @@ def match_hooks(
             relative_errors_of_tokens = token_errors(
                 stored_states[first_state_index:stop_state_index], expected_states
             )
-            other_experts_mask = _tokens_with_other_experts(relative_errors_of_tokens, limits)
-            relative_errors_of_tokens = relative_errors_of_tokens[~other_experts_mask]
+            tokens_with_other_experts_mask = _tokens_with_other_experts(
+                relative_errors_of_tokens, limits
+            )
+            relative_errors_of_tokens = relative_errors_of_tokens[~tokens_with_other_experts_mask]
             row_error = float(np.sqrt(np.mean(relative_errors_of_tokens**2)))
             match_by_hook_and_offset[hook_name, token_offset] = HookMatch(
                 row_error,
                 float(relative_errors_of_tokens.max()),
                 hook_name,
                 token_offset,
-                int(other_experts_mask.sum()),
+                int(tokens_with_other_experts_mask.sum()),
             )
     return match_by_hook_and_offset
 
@@ -199,11 +202,11 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     """Returns a mask of the tokens of a row whose large errors may come from different experts.
 
     This program and the program that stored the row may have chosen different experts for a token.
-    This may explain an error above `limits.row_error` and up to MAX_OTHER_EXPERTS_ERROR. Of the
-    tokens with such errors, the mask selects only the tokens with the largest errors. Their number
-    is at most the product of `limits.max_other_expert_fraction` and the number of the row's tokens,
-    rounded down to an integer. If the product is between 0 and 1, at most one token is selected.
-    The mask selects no token if the fraction is 0 or if the row has a single token.
+    This may explain an error above `limits.row_error` and up to MAX_ERROR_WITH_OTHER_EXPERTS. Of
+    the tokens with such errors, the mask selects only the tokens with the largest errors. Their
+    number is at most the product of `limits.max_fraction_with_other_experts` and the number of the
+    row's tokens, rounded down to an integer. If the product is between 0 and 1, at most one token
+    is selected. The mask selects no token if the fraction is 0 or if the row has a single token.
 
     Args:
         errors: Relative error of each token, (tokens,), as the docstring of the module defines it.
@@ -212,18 +215,22 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     Returns:
         Whether different experts may explain the error of each token, bool (tokens,).
     """
-    other_experts_mask = np.zeros(len(errors), bool)
-    if not limits.max_other_expert_fraction or len(errors) < 2:
-        return other_experts_mask
+    tokens_with_other_experts_mask = np.zeros(len(errors), bool)
+    if not limits.max_fraction_with_other_experts or len(errors) < 2:
+        return tokens_with_other_experts_mask
     candidate_token_indices = np.flatnonzero(
-        (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
+        (errors > limits.row_error) & (errors <= MAX_ERROR_WITH_OTHER_EXPERTS)
     )
-    max_other_expert_tokens = max(int(limits.max_other_expert_fraction * len(errors)), 1)
+    max_tokens_with_other_experts = max(
+        int(limits.max_fraction_with_other_experts * len(errors)), 1
+    )
     candidate_indices_largest_error_first = candidate_token_indices[
         np.argsort(-errors[candidate_token_indices])
     ]
-    other_experts_mask[candidate_indices_largest_error_first[:max_other_expert_tokens]] = True
-    return other_experts_mask
+    tokens_with_other_experts_mask[
+        candidate_indices_largest_error_first[:max_tokens_with_other_experts]
+    ] = True
+    return tokens_with_other_experts_mask
 
 
 class Alignment(NamedTuple):

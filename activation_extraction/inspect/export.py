@@ -33,7 +33,7 @@ from activation_extraction.inspect.latent_files import DelphiFormat
 from activation_extraction.inspect.nla_files import NlaFormat, with_texts
 from activation_extraction.inspect.sae_lens_files import SaeLensFormat
 from activation_extraction.inspect.status import host_states
-from activation_extraction.store.chosen_samples import RunText
+from activation_extraction.store.chosen_samples import TextFunctions
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_folders import read_folders
 from activation_extraction.store.run_log import RunLog
@@ -44,9 +44,9 @@ CHUNK_BYTES = 256 * 2**20
 # Names of hooks that may become names of folders, such as "blocks.4.hook_resid_post". A run that
 # somebody else stored may contain any text as the name of a hook, such as "../x".
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
-# A function that takes the content of metadata.json. It returns a `RunText`, whose functions decode
-# token ids, and read samples from the data set again.
-LoadText = Callable[[dict[str, Any]], RunText]
+# A function that takes the content of metadata.json. It returns a `TextFunctions`, whose functions
+# decode token ids, and read samples from the data set again.
+LoadText = Callable[[dict[str, Any]], TextFunctions]
 
 
 def export_format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
@@ -138,8 +138,10 @@ def export(
     )
     if export_format.needs_text:
         assert load_text is not None  # all callers pass it if the format needs text
-        run_text = _load_text(finished_dataset, flag_and_format, load_text)
-        token_chunks = with_texts(token_chunks, root, log_by_folder, finished_dataset, run_text)
+        text_functions = _load_text(finished_dataset, flag_and_format, load_text)
+        token_chunks = with_texts(
+            token_chunks, root, log_by_folder, finished_dataset, text_functions
+        )
     # In addition to the activations, the files contain token ids, masks and scales. They need up to
     # 24 bytes per token and hook, such as two token ids and a mask of 8 bytes each. Texts are not
     # counted, because their lengths are unknown before decoding.
@@ -201,7 +203,7 @@ def _finished_run(root: Folder, log_by_folder: dict[str, RunLog]) -> ActivationD
         raise RunError(one_line(error)) from error
 
 
-def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText) -> RunText:
+def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText) -> TextFunctions:
     """Returns the functions with which an export gets the text of a run's samples.
 
     Args:

@@ -149,7 +149,12 @@ class StatesFolder(ABC):
 
     @abstractmethod
     def last_hook(self, depth: int) -> str:
-        """Returns the name of the hook whose values each file contains as its last layer.
+        """Returns the name of the hook that corresponds to the last layer in each file.
+
+        A layer of a file is one of its arrays of hidden states. In files of speculators, the last
+        layer contains the output of the last block, so its hook is blocks.K.hook_resid_post, where
+        K is `depth` - 1. In files of SpecForge, the last layer contains the output of the final
+        norm, so its hook is ln_final.hook_out.
 
         Args:
             depth: Number of blocks of the model.

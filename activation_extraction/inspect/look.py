@@ -39,7 +39,7 @@ def look(
         load_model: A function that takes the content of metadata.json, loads the model for
             --verify, and returns a `Recomputer`. None to recompute no samples.
         load_text: A function that takes the content of metadata.json, loads the text for --export,
-            and returns a `RunText`. None if the flag needs no text.
+            and returns a `TextFunctions`. None if the flag needs no text.
         load_states: A function that takes token ids and a width, prepares the model for hidden
             states of another program, and returns a `StatesRecomputer`. None if the flags name no
             model.

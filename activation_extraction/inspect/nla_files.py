@@ -4,7 +4,7 @@ The pipeline (kitft/natural_language_autoencoders) begins with stage 0, which ex
 This module writes the same Parquet file as stage 0. The file has a row for each stored token, with
 the text of the sample up to and including the token, and the residual stream after one block. The
 text is decoded from all token ids of the sample up to this token. If the run does not store all of
-them, a `RunText` reads them again from the data set.
+them, a `TextFunctions` reads them again from the data set.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch, piece_of
 from activation_extraction.inspect.export_format import Exported, ExportFormat
-from activation_extraction.store.chosen_samples import RunText, read_tokens
+from activation_extraction.store.chosen_samples import TextFunctions, read_tokens
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_log import RunLog
 from activation_extraction.store.shard_check import file_path
@@ -44,7 +44,7 @@ def with_texts(
     root: Folder,
     log_by_folder: Mapping[str, RunLog],
     dataset: ActivationDataset,
-    run_text: RunText,
+    text_functions: TextFunctions,
 ) -> Iterator[TokenBatch]:
     """Yields chunks of tokens with the text of the sample up to and including each token.
 
@@ -55,12 +55,12 @@ def with_texts(
         root: The folder with the output of all hosts.
         log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
-        run_text: The functions that read the token ids again and decode them.
+        text_functions: The functions that read the token ids again and decode them.
 
     Raises:
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
-    sample_numbers_and_token_ids = _token_ids(root, log_by_folder, dataset, run_text)
+    sample_numbers_and_token_ids = _token_ids(root, log_by_folder, dataset, text_functions)
     # Number of the sample with `ids_of_current_sample`. -1 before the first sample.
     current_sample_number = -1
     ids_of_current_sample = np.empty(0, np.int32)
@@ -72,7 +72,7 @@ def with_texts(
         for token_index, (sample_number, token_position) in enumerate(sample_numbers_and_positions):
             while current_sample_number != sample_number:
                 current_sample_number, ids_of_current_sample = next(sample_numbers_and_token_ids)
-            text_up_to_each_token[token_index] = run_text.decode_token_ids(
+            text_up_to_each_token[token_index] = text_functions.decode_token_ids(
                 ids_of_current_sample[: token_position + 1]
             )
         yield replace(
@@ -81,7 +81,10 @@ def with_texts(
 
 
 def _token_ids(
-    root: Folder, log_by_folder: Mapping[str, RunLog], dataset: ActivationDataset, run_text: RunText
+    root: Folder,
+    log_by_folder: Mapping[str, RunLog],
+    dataset: ActivationDataset,
+    text_functions: TextFunctions,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the number of each sample and all its token ids, in stored order.
 
@@ -89,8 +92,8 @@ def _token_ids(
         root: The folder with the output of all hosts.
         log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
-        run_text: The functions for the run's text. The field `read_samples_again`, a function that
-            reads all token ids again, is None if the run stores all token ids.
+        text_functions: The functions for the run's text. The field `read_samples_again`, a function
+            that reads all token ids again, is None if the run stores all token ids.
 
     Yields:
         A tuple of the number of the sample and its token ids, int32 (tokens,). If the run
@@ -105,10 +108,12 @@ def _token_ids(
         host_folder, run_log = root.child(folder_name), log_by_folder[folder_name]
         stored_tokens_of_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
         token_ids_or_error_messages: Sequence[np.ndarray | str]
-        if run_text.read_samples_again is None:
+        if text_functions.read_samples_again is None:
             token_ids_or_error_messages = [sample.token_ids for sample in stored_tokens_of_samples]
         else:
-            token_ids_or_error_messages = run_text.read_samples_again(stored_tokens_of_samples)
+            token_ids_or_error_messages = text_functions.read_samples_again(
+                stored_tokens_of_samples
+            )
         for stored_tokens, token_ids_or_error_message in zip(
             stored_tokens_of_samples, token_ids_or_error_messages, strict=True
         ):

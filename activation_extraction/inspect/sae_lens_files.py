@@ -40,9 +40,12 @@ class SaeLensFormat(ExportFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a folder with the activations and token ids of all rows for each hook.
+        """Writes a data set of the package `datasets` for each hook, in a folder of its own.
 
-        `ExportFormat.write` documents the arguments and the result.
+        The folder has the hook's name. Each row of the data set contains the activations and the
+        token ids of `tokens_per_row` consecutive tokens of the run. The last tokens of the run are
+        left out if they do not fill a row. `ExportFormat.write` documents the arguments and the
+        result.
         """
         import datasets
 

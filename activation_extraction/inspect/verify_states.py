@@ -842,7 +842,9 @@ def _describe_parts(
         )
     elif unexplained_state_mask.any():
         experts_in_words = (
-            ", perhaps because of other experts" if check.limits.max_other_expert_fraction else ""
+            ", perhaps because of other experts"
+            if check.limits.max_fraction_with_other_experts
+            else ""
         )
         problem_phrases.append(
             f"no match for {_tokens_in_words(unexplained_state_mask)}{experts_in_words}"

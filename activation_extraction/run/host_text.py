@@ -91,9 +91,9 @@ class Text:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The object that turns text into token ids, which belongs to `chosen_tokenizer`.
+        """The tokenizer object that turns text into token ids, the `backend` of `chosen_tokenizer`.
 
-        None if the data set has token ids.
+        None if the data set contains token ids, so that the run needs no tokenizer.
         """
         chosen_tokenizer = self.chosen_tokenizer
         return None if chosen_tokenizer is None else chosen_tokenizer.backend

@@ -129,15 +129,15 @@ def join(options: HostOptions) -> Host:
     finally:
         connection_timer.cancel()
     all_devices = usable_devices(all_of_host=True)
-    joined_host = Host(jax.process_index(), jax.process_count())
+    this_host = Host(jax.process_index(), jax.process_count())
     try:
         # `count_hosts` raises an error if hosts have different numbers of devices. It is called
         # before anything is gathered, because JAX cannot gather from such hosts.
         count_hosts(all_devices)
     except InputError:  # all hosts raise it, because every host knows the devices of all hosts
-        leave(joined_host)
+        leave(this_host)
         raise
-    return joined_host
+    return this_host
 
 
 def _end_process(message: str) -> None:
@@ -514,7 +514,7 @@ class Lockstep:
         data_conditions_on_this_host: list[bool] = []
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
-            data_conditions_on_this_host.append(self._has_data_at_later_step)
+            data_conditions_on_this_host.append(self._this_host_has_data_two_steps_ahead)
         conditions_of_this_host = [
             *data_conditions_on_this_host,
             bool(get_stop_request()),
@@ -541,18 +541,18 @@ class Lockstep:
     def _fetch(self) -> Batch | None:
         """Fetches the next batch, which is for the step STEPS_AHEAD steps after the current one.
 
-        `_has_data_at_later_step` is set to True if this host may have batches at that step or
-        later, otherwise to False.
+        `_this_host_has_data_two_steps_ahead` is set to True if this host may have batches at that
+        step or later, otherwise to False.
 
         Returns:
             The batch. None if this host has no batch for that step.
         """
-        self._has_data_at_later_step = False
+        self._this_host_has_data_two_steps_ahead = False
         if self.failure is None and not self._get_stop_request():
             try:
                 with self._clock.measure("data"):
                     fetched_batch = next(self._remaining_batches)
-                self._has_data_at_later_step = True
+                self._this_host_has_data_two_steps_ahead = True
                 return fetched_batch
             except StopIteration:
                 return None
@@ -571,7 +571,7 @@ class Lockstep:
             Whether it failed.
         """
         return (
-            self._has_data_at_later_step,
+            self._this_host_has_data_two_steps_ahead,
             bool(self._get_stop_request()),
             self.failure is not None,
         )

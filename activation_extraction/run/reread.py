@@ -24,7 +24,7 @@ from activation_extraction.run.host_text import Text
 from activation_extraction.run.inputs import check_text_inputs, check_tokenizer
 from activation_extraction.run.prepare import recorded_model_commit
 from activation_extraction.run.tokenizer_choice import choose_tokenizer
-from activation_extraction.store.chosen_samples import Reread, RunText, StoredTokens
+from activation_extraction.store.chosen_samples import Reread, StoredTokens, TextFunctions
 from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.text.batch import Sample, Worker
 from activation_extraction.text.samples import samples
@@ -91,7 +91,7 @@ def load_for_rereading(
     return partial(_read_again, text_pipeline)
 
 
-def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
+def load_text(config: Config, metadata: Mapping[str, Any]) -> TextFunctions:
     """Loads the tokenizer of a stored run, and opens its data set if it does not store all tokens.
 
     Args:
@@ -136,7 +136,7 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
         )
         return decoded_text
 
-    return RunText(decode, read_samples_again)
+    return TextFunctions(decode, read_samples_again)
 
 
 def _text_pipeline_of_run(

@@ -108,7 +108,14 @@ class Topology:
         return bool(self.chip_kind.machine_shapes)
 
     def describe_devices(self) -> list[Device]:
-        """Returns a `Device` for each device of the machine, from which a mesh can be made."""
+        """Returns stand-ins for the devices of the machine that this object describes.
+
+        --plan uses them to choose a mesh for this machine, although the command runs on another
+        machine.
+
+        Returns:
+            A `Device` for each device of the described machine, in ascending order of `Device.id`.
+        """
         platform_name = "tpu" if self.is_tpu else "gpu"
         num_devices = self.num_chips * self.chip_kind.devices_per_chip
         devices_of_topology = []

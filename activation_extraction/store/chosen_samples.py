@@ -1,10 +1,10 @@
 """Reads single stored samples of a shard, so that they can be computed or tokenised again.
 
 --verify compares the stored values of some samples with the values that a `Recomputer` computes.
-A `Reread` returns the token ids that a run did not store, and a `RunText` also decodes token ids. A
-`StatesRecomputer` computes hidden states for samples that another program has stored. These four
-are only declared in this module, because they need the model or the data set of the run, which this
-package does not use. run/recompute.py, run/recompute_states.py and run/reread.py make them.
+A `Reread` returns the token ids that a run did not store, and a `TextFunctions` also decodes token
+ids. A `StatesRecomputer` computes hidden states for samples that another program has stored. These
+four are only declared in this module, because they need the model or the data set of the run, which
+this package does not use. run/recompute.py, run/recompute_states.py and run/reread.py make them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class Reread(Protocol):
 
 
 @dataclass(frozen=True)
-class RunText:
+class TextFunctions:
     """The functions with which a reader of a stored run gets the text of its samples.
 
     Attributes:

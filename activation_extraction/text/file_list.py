@@ -346,17 +346,22 @@ def _is_hidden(path: str, root: str) -> bool:
 
 
 def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -> None:
-    """Checks that no folder is a Delta table, which may contain files with deleted rows.
+    """Checks that the files of a data set do not belong to a Delta table.
+
+    A Delta table is a folder that contains a folder with the name _delta_log. The data files of a
+    Delta table may contain rows that were deleted from the table.
 
     Args:
         path: Value of --dataset_path, for messages.
         fs: The file system, an object of fsspec.
-        folder: The path of the data set's folder in the file system. For a glob, the last folder
-            before the first wildcard.
-        paths: The paths of all files in the folder, or of the files that the glob matches.
+        folder: The path of the data set's folder in the file system. If --dataset_path is a glob,
+            the last folder before the first wildcard.
+        paths: The paths of all files in the folder and in its subfolders, or of the files that the
+            glob matches.
 
     Raises:
-        InputError: If a folder is a Delta table.
+        InputError: If `folder` is a Delta table, or if one of `paths` is the path of a file in a
+            folder with the name _delta_log.
     """
     table_folders = set()
     for file_path in paths:

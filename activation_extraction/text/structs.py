@@ -15,12 +15,18 @@ class Struct(dict[str, Any]):
 
 
 def as_structs(value: Any, feature: Any = None) -> Any:
-    """Turns the objects in a value of a hub data set into Structs, at all levels of nesting.
+    """Converts the dicts in a value of a hub data set to `Struct`, at all levels of nesting.
+
+    The result tells `without_nulls` that a null in these dicts may stand for a missing key.
 
     Args:
         value: A row, the value of a column, or a value that is nested in it.
-        feature: The type of the value, as `datasets` declares it; None if it is unknown. Values of
-            the type Json are returned unchanged, because Arrow stores them as text.
+        feature: The type of the value, as `datasets` declares it; None if it is unknown.
+
+    Returns:
+        The value, with a `Struct` in place of each dict, including dicts in lists and in other
+        dicts. `value` itself is not modified. Dicts in values of the type Json are not converted,
+        because Arrow stores such values as text, so that no nulls were added to them.
     """
     if type(feature).__name__ == "Json":
         return value
