@@ -114,7 +114,7 @@ class Decoder:
     def stacked(self, params: Any) -> StackedLayers:
         """Combines the stacked parameters of layers with the mask of layers with a sliding window.
 
-        The result is the argument `layers` of `scan`.
+        The result is the argument `stacked_layers` of `scan`.
 
         Args:
             params: The stacked parameters of the first layers of the model. The shapes of these
@@ -155,33 +155,51 @@ class Decoder:
 
     def scan(
         self,
-        layers: StackedLayers,
+        stacked_layers: StackedLayers,
         body: Callable,
         carry: Any,
         per_layer: Any = None,
         keep: KeepArrays = lambda _: None,
     ) -> Any:
-        """Runs layers one after the other, in a single loop of XLA.
+        """Runs layers one after the other, in a single loop of XLA with one iteration per layer.
+
+        Each iteration computes `carry = body(apply_layer, carry, element)`. The function `body`
+        decides what is passed to the layer, and what is done with the results. Its arguments are:
+
+            apply_layer: A function that computes the layer of this iteration (see below).
+            carry: The carry after the previous layer; for the first layer, the argument `carry` of
+                `scan`.
+            element: The entry of this layer in `per_layer`: a pytree with the same structure, whose
+                arrays lack the axis of layers. None if `per_layer` is None.
+
+        The arguments of `apply_layer(x, cos_and_sin, segment_ids)` are:
+
+            x: The residual stream before the layer, (B, T, D).
+            cos_and_sin: The cosines and sines of the rotary embedding, as `rotary_table` in
+                layers.py returns them.
+            segment_ids: For each token, the number of its sample in its row, from 1; 0 for padding.
+                The shape is (B, T), the dtype int32.
+
+        `apply_layer` returns a tuple of the residual stream after the layer, (B, T, D), and the
+        result of `keep`.
 
         Args:
-            layers: The parameters of the layers, stacked, and whether the attention of each layer
-                has a sliding window, as `stacked` returns them.
-            body: The body of the loop, a function that maps (layer, carry, element) to the next
-                carry. `layer` is a function that maps (x, cos_and_sin, segment_ids) to the residual
-                stream after the layer and the result of `keep`. Its arguments are the residual
-                stream before the layer, (B, T, D), the cosines and sines of the rotary embedding
-                (from `layers.rotary_table`), and the segment of each token, (B, T) int32. `element`
-                is the layer's element of `per_layer`.
+            stacked_layers: The stacked parameters of the layers, and the mask of the layers whose
+                attention has a sliding window, as `stacked` returns them.
+            body: The body of the loop, a function that maps (apply_layer, carry, element) to the
+                next carry.
             carry: The carry of the loop before the first layer, a pytree of arrays.
             per_layer: A pytree of arrays, each with the layers as its first axis. None if `body`
                 needs none.
-            keep: A function that maps the intermediates of a layer to the arrays that `layer`
-                returns with the residual stream. By default, it returns None, so no array is kept.
+            keep: A function that maps the intermediates of a layer, a dict from their names to
+                arrays, to a pytree of the arrays that `apply_layer` returns with the residual
+                stream. The shape of these arrays is (B, T, ...), and their dtype is neither
+                bfloat16 nor float16. By default, the function returns None, so no array is kept.
 
         Returns:
             The carry after the last layer.
         """
-        params_of_layers, windowed_layer_mask = layers
+        params_of_layers, windowed_layer_mask = stacked_layers
         layer_types = self.config.layer_types[: self._count(params_of_layers)]
         params_by_type = (
             params_of_layers if self.has_several_types else {layer_types[0]: params_of_layers}

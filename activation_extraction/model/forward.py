@@ -134,13 +134,13 @@ class Program:
 
     def with_codes(
         self,
-        value_stack_by_vector_type: dict[VectorType, Array],
+        activations_by_vector_type: dict[VectorType, Array],
         weights_of_encoders: Sequence[Weights],
     ) -> dict[VectorType, Array]:
         """Computes the codes of autoencoders, and selects the arrays of the hooks that are stored.
 
         Args:
-            value_stack_by_vector_type: Vector type (the width and the dtype of some hooks) -> the
+            activations_by_vector_type: Vector type (the width and the dtype of some hooks) -> the
                 activations at the model's hooks of this type, (hooks of the type, rows of all
                 hosts, T, width).
             weights_of_encoders: The weights of each autoencoder, in the order of `encoders`.
@@ -150,10 +150,10 @@ class Program:
             type, rows of all hosts, T, width).
         """
         if not self.encoders:
-            return value_stack_by_vector_type
+            return activations_by_vector_type
         array_iterator_by_vector_type = {
-            vector_type: iter(arrays_of_type)
-            for vector_type, arrays_of_type in value_stack_by_vector_type.items()
+            vector_type: iter(activations_of_type)
+            for vector_type, activations_of_type in activations_by_vector_type.items()
         }
         activations_by_hook = {
             hook: next(array_iterator_by_vector_type[self.vector_type(hook)])
@@ -218,11 +218,12 @@ class Forward(Program):
             the rows.
         """
         if isinstance(activations, KeptTokens):
-            stack_by_vector_type = activations.receive()
+            activations_by_vector_type = activations.receive()
         else:
-            stack_by_vector_type = self.rows.receive(activations)
+            activations_by_vector_type = self.rows.receive(activations)
         array_iterator_by_vector_type = {
-            vector_type: iter(stack) for vector_type, stack in stack_by_vector_type.items()
+            vector_type: iter(activations_of_type)
+            for vector_type, activations_of_type in activations_by_vector_type.items()
         }
         return {
             hook_key: next(array_iterator_by_vector_type[self.vector_type(hook)])
@@ -291,10 +292,10 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, votes: Array) -> Any:
         model_params, encoder_weights = params
-        value_stack_by_vector_type: Any = model.apply(
+        activations_by_vector_type: Any = model.apply(
             {"params": model_params}, tokens, segments, positions
         )
-        return program.with_codes(value_stack_by_vector_type, encoder_weights), votes.sum(axis=0)
+        return program.with_codes(activations_by_vector_type, encoder_weights), votes.sum(axis=0)
 
     output_shardings = (
         host_row_shardings.outgoing(program.batch_shape[1], model.layout),

@@ -54,8 +54,8 @@ ADDED_WORDS = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.
 LINEAR_SUFFIXES = ["A.weight", "B.weight"]
 EMBEDDING_SUFFIXES = ["embedding_A", "embedding_B"]
 BIAS, MAGNITUDE = "B.bias", "magnitude_vector"
-# PEFT exchanged the inputs and outputs of fused experts in the versions from EXCHANGED_SINCE
-# (inclusive) to EXCHANGED_UNTIL (exclusive).
+# For fused experts, the versions of PEFT from EXCHANGED_SINCE (inclusive) to EXCHANGED_UNTIL
+# (exclusive) stored the transpose of B as A, and the transpose of A as B.
 EXCHANGED_SINCE, EXCHANGED_UNTIL = (0, 18, 1), (0, 19, 1)
 # The number of the adapter's tensors that stay in memory, because several parts of a tensor of the
 # base model need them.
@@ -410,9 +410,10 @@ class LoraAdapter:
 
         A and B are the factors of the change, with the shapes (E * r, in) and (out, r * E) for E
         experts and the rank r. Their shapes show whether the module changes gate_up_proj or
-        down_proj. They also show whether the module exchanges inputs and outputs: some versions of
-        PEFT store the transposes of B and A as A and B. The base model may have separate tensors
-        for each expert, or fused tensors, which may be transposed.
+        down_proj. Some versions of PEFT exchange inputs and outputs: they store the transpose of B
+        as A, and the transpose of A as B. The shapes show this too, unless `in` equals `out`; then
+        the version of PEFT in the adapter's configuration decides. The base model may have separate
+        tensors for each expert, or fused tensors, which may be transposed.
 
         Args:
             path: The path of the module in the adapter.
@@ -461,8 +462,11 @@ class LoraAdapter:
             matrix_name = "down"
             matrix_shape = (hidden_size, expert_width)
         has_exchanged_factors = (output_size, input_size) == matrix_shape[::-1]
-        # If the inputs and outputs have the same size, the shapes of A and B do not tell whether
-        # inputs and outputs are exchanged, so the version of PEFT has to tell it.
+        # If a matrix has as many inputs as outputs, A and B have the same shapes whether or not the
+        # adapter stores the transpose of B as A and the transpose of A as B. Then the version of
+        # PEFT that wrote the adapter decides: versions from EXCHANGED_SINCE to EXCHANGED_UNTIL
+        # (exclusive) stored the transposes, and later versions do not. Nothing is assumed about
+        # earlier versions, so an adapter of an earlier or unknown version is rejected.
         if output_size == input_size:
             peft_version = str(self._settings.get("peft_version"))
             peft_version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))

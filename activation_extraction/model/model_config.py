@@ -168,31 +168,34 @@ class ModelConfig:
         The docstrings of qwen2_jax.py and delta_net.py explain the letters. Letters of parts that
         the model lacks, such as experts, are left out.
         """
-        size_by_letter = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
-        size_by_letter |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
-        size_by_letter["Q"] = self.num_attention_heads * (1 + self.q_gate)
+        size_by_axis_letter = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
+        size_by_axis_letter |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
+        size_by_axis_letter["Q"] = self.num_attention_heads * (1 + self.q_gate)
         if len(self.sparse_layers) < self.num_hidden_layers:
-            size_by_letter["F"] = self.intermediate_size
+            size_by_axis_letter["F"] = self.intermediate_size
         experts_config = self.experts
         if experts_config is not None:
-            size_by_letter |= {"E": experts_config.count, "R": experts_config.count}
-            size_by_letter |= {"X": experts_config.per_token, "M": experts_config.width}
+            size_by_axis_letter |= {"E": experts_config.count, "R": experts_config.count}
+            size_by_axis_letter |= {"X": experts_config.per_token, "M": experts_config.width}
             if experts_config.shared_width:
-                size_by_letter |= {"P": experts_config.shared_width, "U": 1}
+                size_by_axis_letter |= {"P": experts_config.shared_width, "U": 1}
         delta_net_config = self.delta
         if delta_net_config is not None:
             num_value_heads = delta_net_config.key_heads * delta_net_config.values_per_key
-            size_by_letter |= {
+            size_by_axis_letter |= {
                 "J": delta_net_config.key_heads,
                 "G": delta_net_config.values_per_key,
             }
-            size_by_letter |= {"C": delta_net_config.key_size, "Z": delta_net_config.value_size}
-            size_by_letter |= {
+            size_by_axis_letter |= {
+                "C": delta_net_config.key_size,
+                "Z": delta_net_config.value_size,
+            }
+            size_by_axis_letter |= {
                 "O": num_value_heads * delta_net_config.value_size,
                 "I": 1,
                 "W": delta_net_config.taps,
             }
-        return size_by_letter
+        return size_by_axis_letter
 
     @property
     def layer_types(self) -> tuple[str, ...]:

@@ -63,8 +63,9 @@ class StepRequest:
             kept in the cache of this host, because a host may need only some of the weights.
         device_memory_bytes: Bytes of memory of a device. If the hosts' devices differ, the smallest
             number. None to use the memory of this host's first device.
-        planned_devices: Devices of a machine that --plan describes. None for the devices of this
-            machine.
+        devices_of_planned_machine: Descriptions of the devices of the machine that --plan names. A
+            step can be estimated or compiled for them, but not run, because they are not attached.
+            None to use the devices that JAX finds.
         autoencoders: Autoencoders that --encode names, in the order of the flag.
     """
 
@@ -74,7 +75,7 @@ class StepRequest:
     batch_shape: tuple[int, int]
     has_several_hosts: bool = False
     device_memory_bytes: float | None = None
-    planned_devices: Sequence[Any] | None = None
+    devices_of_planned_machine: Sequence[Any] | None = None
     autoencoders: tuple[Autoencoder, ...] = ()
 
 
@@ -228,7 +229,9 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     max_row_length, reason_for_limit = config.longest_row
     if row_length > max_row_length:
         raise InputError(f"--max_seq_length {row_length}: {reason_for_limit}")
-    devices = usable_devices(computing_options.use_data_parallel, request.planned_devices)
+    devices = usable_devices(
+        computing_options.use_data_parallel, request.devices_of_planned_machine
+    )
     platform = devices[0].platform
     model_dtype, activation_dtype = choose_dtypes(request, platform)
     hooks_computed_by_model, code_encoders = _model_hooks_and_encoders(request, config)
@@ -374,9 +377,13 @@ def choose_hooks(
     hook_options = request.hook_options
     hooks_of_model = hook_table(config, hook_options.top_logits)
     num_layers = config.num_hidden_layers
-    size_by_letter = config.sizes_with(request.batch_shape[1])
+    size_by_axis_letter = config.sizes_with(request.batch_shape[1])
     code_encoders = make_encoders(
-        request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, size_by_letter
+        request.autoencoders,
+        hook_options.encode_most,
+        hooks_of_model,
+        num_layers,
+        size_by_axis_letter,
     )
     hook_by_key: dict[Key, Hook] = {}
     if (

@@ -18,8 +18,8 @@ from jax import Array, lax
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
-# The number of tokens whose logits each device computes at a time (a block). With 151,936 tokens in
-# the vocabulary, the logits of a block take 311 MB in float32.
+# The largest number of tokens whose logits each device computes at a time (a block). With 151,936
+# tokens in the vocabulary, the logits of this number of tokens take 311 MB in float32.
 TOKENS_OF_A_BLOCK = 512
 # The logical axes of logits, (B, T, V). They are computed for one block of tokens at a time.
 LOGIT_AXES = "batch", "sequence", "head_vocab"
@@ -174,28 +174,34 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     return top_values, jnp.take_along_axis(candidate_indices, indices_of_top_candidates, axis=-1)
 
 
-def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: Layout) -> Any:
-    """Runs a function on one block of tokens after the other, and joins its results.
+def in_blocks(
+    function: Callable[[Any], Any], arrays: Any, max_tokens_on_device: int, layout: Layout
+) -> Any:
+    """Runs a function on one block of tokens after the other, and joins the results.
 
-    So the memory for the intermediate arrays of `function` does not grow with T. The
-    last block is filled up with zeros, whose results are dropped.
+    The token axis of the arrays, whose length is T, is split into blocks of equal length. A block
+    contains `block_length` consecutive tokens of every row. If T is not a multiple of
+    `block_length`, the last block is padded with zeros, and the results for the padding are
+    dropped. The memory for the intermediate arrays of `function` does not grow with T, because only
+    one block is computed at a time.
 
     Args:
-        function: A function that maps a block to its results. A block is a pytree like `arrays`,
-            of arrays (B, tokens of a block, ...). The results are a pytree of arrays (B, tokens of
-            a block, ...). Their dtypes should not be bfloat16, because XLA for CPUs would convert
-            whole arrays to float32 (see `to_bits`).
+        function: A function that maps a block to its results. A block is a pytree with the
+            structure of `arrays`, but its arrays have the shape (B, block_length, ...). The results
+            are a pytree of arrays (B, block_length, ...). The dtypes of the results should not be
+            bfloat16, because XLA for CPUs would convert whole arrays to float32 (see `to_bits`).
         arrays: A pytree of arrays (B, T, ...).
-        tokens: The largest number of tokens of a block on each device. However, a block has at
-            least one token of each row.
+        max_tokens_on_device: The largest number of tokens of a block on one device, counted over
+            all rows of the device. It determines `block_length`, which is at least 1 even if a
+            device has more rows than this number.
         layout: The layout of the mesh.
 
     Returns:
-        The results of all blocks, a pytree of arrays (B, T, ...).
+        The joined results of all blocks, a pytree of arrays (B, T, ...).
     """
     num_rows, row_length = jax.tree.leaves(arrays)[0].shape[:2]
     num_rows_on_device = max(num_rows // layout.size(*RULES["batch"]), 1)
-    num_blocks = -(-row_length // max(tokens // num_rows_on_device, 1))
+    num_blocks = -(-row_length // max(max_tokens_on_device // num_rows_on_device, 1))
     block_length = -(-row_length // num_blocks)
     array_dtypes = jax.tree.map(lambda x: x.dtype, arrays)
 
@@ -209,7 +215,7 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
             x: The array, (B, T, ...).
 
         Returns:
-            The blocks, (blocks, B, tokens of a block, ...). Values of two bytes are uint16 numbers
+            The blocks, (num_blocks, B, block_length, ...). Values of two bytes are uint16 numbers
             with the same bits.
         """
         num_padding_tokens = num_blocks * block_length - row_length
@@ -217,7 +223,7 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
         return x.reshape(num_rows, num_blocks, block_length, *x.shape[2:]).swapaxes(0, 1)
 
     def join_blocks(x: Array) -> Array:
-        """Turns an array (blocks, B, tokens of a block, ...) into an array (B, T, ...)."""
+        """Turns an array (num_blocks, B, block_length, ...) into an array (B, T, ...)."""
         x = x.swapaxes(0, 1)
         return x.reshape(num_rows, num_blocks * block_length, *x.shape[3:])[:, :row_length]
 

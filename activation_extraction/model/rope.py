@@ -132,32 +132,33 @@ class Rope:
         )
         # Powers are computed in float64, because NumPy's float32 power is wrong in the last bit,
         # and large positions multiply the error.
-        undivided_frequencies = 1 / (self.theta ** theta_exponents.astype(np.float64)).astype(
+        original_frequencies = 1 / (self.theta ** theta_exponents.astype(np.float64)).astype(
             np.float32
         )
-        divided_frequencies = undivided_frequencies / np.float32(self.factor)
+        frequencies_divided_by_factor = original_frequencies / np.float32(self.factor)
         if self.blended is None:
-            return divided_frequencies
+            return frequencies_divided_by_factor
         blend_start, blend_end = self.blended
-        # For each frequency, the fraction of the undivided frequency in the mixture of the divided
-        # and the undivided frequency.
-        undivided_fractions_in_mixtures: np.ndarray
+        # YaRN and Llama 3.1 mix each original frequency with the original frequency divided by
+        # `factor`. These are the weights of the original frequencies in the mixtures. They are
+        # clipped to the range from 0 to 1 below.
+        weights_of_original_frequencies: np.ndarray
         if self.rope_type == "llama3":
             rotations_over_trained_length = (
-                np.float32(self.trained / (2 * math.pi)) * undivided_frequencies
+                np.float32(self.trained / (2 * math.pi)) * original_frequencies
             )
-            undivided_fractions_in_mixtures = (rotations_over_trained_length - blend_start) / (
+            weights_of_original_frequencies = (rotations_over_trained_length - blend_start) / (
                 blend_end - blend_start
             )
         else:
             frequency_indices = np.arange(num_rotated_dims // 2, dtype=np.float32)
-            undivided_fractions_in_mixtures = 1 - (frequency_indices - blend_start) / (
+            weights_of_original_frequencies = 1 - (frequency_indices - blend_start) / (
                 blend_end - blend_start
             )
-        undivided_fractions_in_mixtures = np.clip(undivided_fractions_in_mixtures, 0, 1)
+        weights_of_original_frequencies = np.clip(weights_of_original_frequencies, 0, 1)
         return (
-            divided_frequencies * (1 - undivided_fractions_in_mixtures)
-            + undivided_frequencies * undivided_fractions_in_mixtures
+            frequencies_divided_by_factor * (1 - weights_of_original_frequencies)
+            + original_frequencies * weights_of_original_frequencies
         )
 
 

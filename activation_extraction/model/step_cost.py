@@ -192,11 +192,13 @@ class CostModel:
             num_weight_values += (
                 6 * TOKENS_OF_A_BLOCK * lm_head_weight_spec.shape[0] / num_devices_along_model_axes
             )
-        size_by_letter = model_config.sizes_with(self.row_length)
+        size_by_axis_letter = model_config.sizes_with(self.row_length)
         captured_hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
         captured_bytes_in_step = 0
         for hook in captured_hooks:
-            bytes_per_token = hook.kind.vector_type(size_by_letter, self.model.captured_dtype).bytes
+            bytes_per_token = hook.kind.vector_type(
+                size_by_axis_letter, self.model.captured_dtype
+            ).bytes
             captured_bytes_in_step += self.num_rows * self.row_length * bytes_per_token
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. While a step is computed,

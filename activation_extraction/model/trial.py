@@ -236,10 +236,10 @@ def _as_float32(device: jax.Device, argument: Any) -> Any:
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
     """Yields the trials in which a kernel for attention is compared with the exact function.
 
-    If devices share the queries of a row, there is a trial for the queries of each device. If the
-    model has a sliding window, there are trials with and without a window. Long rows are replaced
-    by shorter rows that kernels compute in the same way, and the window is so short that it hides
-    some keys of the shorter rows.
+    If the queries of a row are split over devices, there is a trial for the queries of each device.
+    If the model has a sliding window, there are trials with and without a window. Long rows are
+    replaced by shorter rows that kernels compute in the same way, and the window is so short that
+    it hides some keys of the shorter rows.
 
     Args:
         config: The configuration of the model.
@@ -247,31 +247,32 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
         length: The number of tokens per row.
         dtype: The dtype of the computation.
     """
-    num_devices_sharing_queries = layout.size("query")
-    num_devices_sharing_heads = layout.size("model")
-    num_queries = length // num_devices_sharing_queries
-    if num_queries > 2 * LENGTH_MODULUS:
-        num_queries = 2 * LENGTH_MODULUS + num_queries % LENGTH_MODULUS
-    num_keys = num_queries * num_devices_sharing_queries
+    # The numbers of devices over which the queries of a row and the attention heads are split.
+    num_devices_splitting_queries = layout.size("query")
+    num_devices_splitting_heads = layout.size("model")
+    num_queries_of_device = length // num_devices_splitting_queries
+    if num_queries_of_device > 2 * LENGTH_MODULUS:
+        num_queries_of_device = 2 * LENGTH_MODULUS + num_queries_of_device % LENGTH_MODULUS
+    num_keys = num_queries_of_device * num_devices_splitting_queries
     head_dim = config.head_dim
     rng = np.random.default_rng(0)
     draw_normal = partial(_normal, rng, dtype, 2, num_keys)
     segment_ids = _segments(num_keys)
     # The scores are scaled to a narrow range, so that all keys contribute to the result.
     q = draw_normal(
-        config.num_attention_heads // num_devices_sharing_heads, head_dim, scale=head_dim**-0.5
+        config.num_attention_heads // num_devices_splitting_heads, head_dim, scale=head_dim**-0.5
     )
-    k = draw_normal(config.num_key_value_heads // num_devices_sharing_heads, head_dim)
-    v = draw_normal(config.num_key_value_heads // num_devices_sharing_heads, head_dim)
+    k = draw_normal(config.num_key_value_heads // num_devices_splitting_heads, head_dim)
+    v = draw_normal(config.num_key_value_heads // num_devices_splitting_heads, head_dim)
     window_argument_choices: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
         window_argument_choices.append((min(config.sliding_window, max(num_keys // 6, 1)),))
     for window_arguments in window_argument_choices:
-        for first_query_index in range(0, num_keys, num_queries):
-            query_slice = slice(first_query_index, first_query_index + num_queries)
+        for first_query_index in range(0, num_keys, num_queries_of_device):
+            query_slice = slice(first_query_index, first_query_index + num_queries_of_device)
             first_query_argument = (
                 first_query_index
-                if num_devices_sharing_queries == 1
+                if num_devices_splitting_queries == 1
                 else jnp.int32(first_query_index)
             )
             query_segment_ids = segment_ids[:, query_slice]

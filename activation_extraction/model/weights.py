@@ -217,19 +217,23 @@ class WeightSpec:
         # `target[stack_index]` is filled from one tensor. If `is_filled_per_head`, the last number
         # in `stack_index` is a head, and only the values of this head are read.
         for stack_index in np.ndindex(target.shape[: self.num_stacked_axes + is_filled_per_head]):
-            tensor_number = 0  # the number of the tensor in the whole stack
+            # `hf_names` lists the tensors of all layers (and experts) of the parameter, in the
+            # row-major order of its stacked axes.
+            index_in_hf_names = 0
             for axis_length, axis_range, index_in_part in zip(
                 self.shape, stack_ranges, stack_index, strict=False
             ):
-                tensor_number = tensor_number * axis_length + axis_range[index_in_part]
-            if tensor_number >= len(self.hf_names):
+                index_in_hf_names = index_in_hf_names * axis_length + axis_range[index_in_part]
+            if index_in_hf_names >= len(self.hf_names):
                 target[stack_index] = 0
                 continue
             if is_filled_per_head:
                 head_index = stack_index[-1]
                 tensor_ranges[0] = head_range[head_index : head_index + 1]
-            tensor_index = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
-            tensor_values = read(self.hf_names[tensor_number], tensor_index)
+            tensor_slices = tuple(
+                slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges)
+            )
+            tensor_values = read(self.hf_names[index_in_hf_names], tensor_slices)
             if self.reverses_axes:
                 for first_row_index in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
                     row_slice = slice(first_row_index, first_row_index + TRANSPOSED_ROWS)

@@ -307,7 +307,7 @@ def bytes_of_compiled_step(run: PlannedRun, request: StepRequest) -> float | Non
     for variable_name, variable_value in LIBTPU_VARIABLES.items():
         os.environ.setdefault(variable_name, variable_value)
     program_to_compile = program_of(
-        run, replace(request, planned_devices=run.topology.compiler_devices())
+        run, replace(request, devices_of_planned_machine=run.topology.compiler_devices())
     )
     log.info("compiling the program for the mesh %s", in_words(program_to_compile.layout.shape))
     return bytes_of_step(program_to_compile)

@@ -441,7 +441,7 @@ def step_request(
         (batch_size, tokens_per_row),
         has_several_hosts=config.host_options.multihost,
         device_memory_bytes=device_memory_bytes,
-        planned_devices=planned,
+        devices_of_planned_machine=planned,
         autoencoders=autoencoders,
     )
 
