@@ -99,7 +99,7 @@ class Batches(Iterator[T]):
         # The worker of a PyTorch DataLoader to whose part of the data `_iteration_position` refers.
         # It is a tuple of the number of the worker, from 0, and the number of all workers. None if
         # `_iteration_position` refers to all data of this process.
-        self._loader_worker_and_count: tuple[int, int] | None = None
+        self._loader_worker_number_and_num_workers: tuple[int, int] | None = None
         # Whether a loop over `torch()` has begun since `restore`.
         self._has_torch_loop_begun = False
         # Iterator over the windows after `_current_window`; None until a batch is read.
@@ -132,7 +132,7 @@ class Batches(Iterator[T]):
                 restored, because only the workers know their positions.
         """
         if (
-            _loader_worker_and_count() is None
+            _loader_worker_number_and_num_workers() is None
             and self._shared_flag_byte
             and self._shared_flag_byte[0]
         ):
@@ -174,9 +174,9 @@ class Batches(Iterator[T]):
         """
         self.close()
         self._iteration_position = iteration_position
-        self._loader_worker_and_count = _loader_worker_and_count()
+        self._loader_worker_number_and_num_workers = _loader_worker_number_and_num_workers()
         self._has_torch_loop_begun = False
-        if self._shared_flag_byte is not None and _loader_worker_and_count() is None:
+        if self._shared_flag_byte is not None and _loader_worker_number_and_num_workers() is None:
             self._shared_flag_byte[0] = 0
 
     def _settings(self) -> dict[str, Any]:
@@ -192,7 +192,9 @@ class Batches(Iterator[T]):
             part: The number of this worker of a DataLoader, from 0.
             parts: The number of workers of the DataLoader.
         """
-        loader_worker_number, num_loader_workers = _loader_worker_and_count() or ONLY_WORKER
+        loader_worker_number, num_loader_workers = (
+            _loader_worker_number_and_num_workers() or ONLY_WORKER
+        )
         joined_fingerprints = "\n".join(
             token_source.fingerprint for token_source in self._token_sources
         )
@@ -278,7 +280,8 @@ class Batches(Iterator[T]):
         return (batch.jax() for batch in self)
 
     def __next__(self) -> T:
-        if self._loader_worker_and_count != (loader_worker_and_count := _loader_worker_and_count()):
+        loader_worker_number_and_num_workers = _loader_worker_number_and_num_workers()
+        if self._loader_worker_number_and_num_workers != loader_worker_number_and_num_workers:
             if self._iteration_position != Position():
                 raise ValueError(
                     "these batches stand in the middle of the data, of which each worker of a "
@@ -288,8 +291,11 @@ class Batches(Iterator[T]):
             # In a copy of the process, the threads that read ahead do not exist, and waiting for
             # them would never end. So reading ahead starts anew.
             self.close()
-            self._loader_worker_and_count = loader_worker_and_count
-            if loader_worker_and_count is not None and self._shared_flag_byte is not None:
+            self._loader_worker_number_and_num_workers = loader_worker_number_and_num_workers
+            if (
+                loader_worker_number_and_num_workers is not None
+                and self._shared_flag_byte is not None
+            ):
                 self._shared_flag_byte[0] = 1
         if self._current_window is None:
             self._current_window = self._next_window()
@@ -382,7 +388,9 @@ class Batches(Iterator[T]):
         chunks = chunks_of_worker(
             shuffled_chunks(chunks, shuffle_seed), batch_options.worker, batch_options.workers
         )
-        chunks = chunks_of_worker(chunks, *(self._loader_worker_and_count or ONLY_WORKER))
+        chunks = chunks_of_worker(
+            chunks, *(self._loader_worker_number_and_num_workers or ONLY_WORKER)
+        )
         if not are_all_runs_read_by_ranges:
             smaller_chunks = list[Chunk]()
             for chunk in chunks:
@@ -427,7 +435,9 @@ class Batches(Iterator[T]):
         if self._iteration_position != Position() or not filter_texts:
             return
         message = f"no token passes these filters: {', '.join(filter_texts)}"
-        loader_worker_number, num_loader_workers = self._loader_worker_and_count or ONLY_WORKER
+        loader_worker_number, num_loader_workers = (
+            self._loader_worker_number_and_num_workers or ONLY_WORKER
+        )
         worker_number = self.options.worker * num_loader_workers + loader_worker_number
         worker_count = self.options.workers * num_loader_workers
         if worker_count == 1:
@@ -435,12 +445,12 @@ class Batches(Iterator[T]):
         log.warning("in the share of worker %d of %d, %s", worker_number, worker_count, message)
 
 
-def _loader_worker_and_count() -> tuple[int, int] | None:
-    """Returns which worker of a PyTorch DataLoader this process is.
+def _loader_worker_number_and_num_workers() -> tuple[int, int] | None:
+    """Returns this process's number as a DataLoader worker, and the number of workers.
 
     Returns:
-        A tuple of the number of this worker, from 0, and the number of all workers. None if this
-        process is not a worker of a DataLoader.
+        A tuple of the number of this worker, from 0, and the number of workers of its DataLoader.
+        None if this process is not a worker of a DataLoader.
     """
     torch_data_module = sys.modules.get("torch.utils.data")
     worker_info = torch_data_module.get_worker_info() if torch_data_module is not None else None

@@ -163,12 +163,13 @@ class Windows:
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
         blocks_of_chunk_parts = list[list[Block]]()
-        # Element i is the index in each of the `window_batches` to which token i of the window is
-        # copied: i if tokens stay in order, otherwise element i of a random permutation.
-        target_indices_of_window = np.arange(self.max_window_tokens)
+        # Element i is the index in each of the `window_batches` at which token i of the window is
+        # written if it is copied. This is i if tokens stay in order, otherwise element i of a
+        # random permutation.
+        write_indices_of_window_tokens = np.arange(self.max_window_tokens)
         if self.seed is not None:
             random_generator = np.random.default_rng([self.seed, begin_position.window])
-            random_generator.shuffle(target_indices_of_window)
+            random_generator.shuffle(write_indices_of_window_tokens)
         while (
             num_window_tokens < self.max_window_tokens
             and chunk_index < len(self.chunks)
@@ -196,13 +197,13 @@ class Windows:
                             empty_batch(block_of_run.token_batch, self.max_window_tokens)
                             for block_of_run in part_blocks
                         ]
-                    target_indices_of_part = target_indices_of_window[
+                    write_indices_of_part_tokens = write_indices_of_window_tokens[
                         num_window_tokens : num_window_tokens + num_part_tokens
                     ]
                     for block_of_run, window_batch in zip(part_blocks, window_batches, strict=True):
-                        copy_wanted_tokens(block_of_run, target_indices_of_part, window_batch)
+                        copy_wanted_tokens(block_of_run, write_indices_of_part_tokens, window_batch)
                     part_blocks = [
-                        Block(window_batch, target_indices_of_part)
+                        Block(window_batch, write_indices_of_part_tokens)
                         for window_batch in window_batches
                     ]
                 blocks_of_chunk_parts.append(part_blocks)
@@ -216,7 +217,7 @@ class Windows:
         if self.seed is not None:
             blocks_of_chunk_parts = [
                 [
-                    Block(window_batch, np.sort(target_indices_of_window[:num_window_tokens]))
+                    Block(window_batch, np.sort(write_indices_of_window_tokens[:num_window_tokens]))
                     for window_batch in window_batches
                 ]
             ]

@@ -168,17 +168,28 @@ class Repair:
         return self.previous_metadata.get("status") == "complete"
 
     def revised(self, new_metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the content of metadata.json during this repair.
+        """Returns the fields of metadata.json that a process with this repair writes.
 
-        If the repair stores no missing or bad shards again (`gaps` is empty), this is
-        `new_metadata`. Otherwise, it is the content before the repair with a new status and with
-        the fields "written" and "remote" of `new_metadata`. Fields that the content before the
-        repair lacks are taken from `new_metadata`. After all these shards are stored, the totals
-        and the hooks are those of `new_metadata` as well.
+        Gaps are the numbers of bad and missing shards before a good shard. They are filled when
+        shards with these numbers are stored again.
 
         Args:
-            new_metadata: Content that a run with the flags of this process would write. The status
-                "complete" in it means that all missing and bad shards are stored again.
+            new_metadata: Fields that a process without a repair would write. If there are gaps, the
+                status "complete" in these fields means that all gaps are filled.
+
+        Returns:
+            One of the following, depending on the gaps:
+
+            - If there are no gaps: `new_metadata`.
+            - If there are gaps, and not all of them are filled: the fields of metadata.json before
+              the repair, but with "written" and "remote" from `new_metadata`. The status is
+              "complete" if it was "complete" before the repair, otherwise "interrupted".
+            - If there were gaps, and all of them are filled: the same fields, but the totals (the
+              keys in COUNTED and CUT) and "hooks" also come from `new_metadata`, and the status is
+              the result of the method `status`.
+
+            If there are or were gaps, fields that metadata.json did not contain before the repair
+            are taken from `new_metadata`.
         """
         if not self.gaps:
             return dict(new_metadata)
@@ -463,15 +474,19 @@ class RepairPlanner:
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
-        """Returns the repair that fills the gaps.
+        """Returns the repair of a run in which bad or missing shards precede a good shard.
+
+        The repair withdraws all bad and missing shards, which means that it replaces their JSON
+        files by reservations. The numbers of the withdrawn shards before the last good shard are
+        gaps. The repair stores new shards under these numbers.
 
         Args:
-            gaps: Numbers of the bad or missing shards after which there is a good shard, in
-                ascending order.
-            json_version_by_withdrawn_shard_number: Number of each bad or missing shard -> version
-                of its JSON file, None if it has no file.
-            plan: Plan of which the repair becomes a part. Its commits are those of the good shards.
-            metadata: Content of metadata.json; empty if it is missing.
+            gaps: Numbers of the withdrawn shards before the last good shard, in ascending order.
+            json_version_by_withdrawn_shard_number: Number of each withdrawn shard, before or after
+                the last good shard -> version of its JSON file, None if it has no file.
+            plan: Plan that has no repair yet, and in which `commits` contains the commits of the
+                good shards only. The caller adds the returned repair to this plan.
+            metadata: Content of metadata.json before the repair; empty if the file is missing.
         """
         gap_repair = Repair(
             json_version_by_withdrawn_shard_number, gaps, previous_metadata=metadata

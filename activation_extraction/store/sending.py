@@ -140,9 +140,10 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
 def is_sending() -> bool | None:
     """Returns whether a TCP connection of this process has bytes that are not acknowledged yet.
 
-    None means that the system does not show such bytes.
+    None means that this is unknown, because the system does not report such bytes, or because the
+    tables in which it reports them cannot be read.
     """
-    if not _shows_unacknowledged_bytes():
+    if not _can_detect_unacknowledged_bytes():
         return None
     return _is_sending_at(int(time.monotonic() / SHARED_SECONDS))
 
@@ -200,13 +201,18 @@ def _sockets_with_unacknowledged_bytes() -> set[str]:
 
 
 @lru_cache(1)
-def _shows_unacknowledged_bytes() -> bool:
-    """Returns whether the kernel's tables of TCP connections show unacknowledged bytes.
+def _can_detect_unacknowledged_bytes() -> bool:
+    """Tests whether unacknowledged bytes can be detected on this system at all.
 
-    These are bytes that a process has passed to a connection, and that the receiver has not
-    acknowledged yet. This function fills a connection from which nobody reads, and looks the
-    connection up in the tables. The existence of the tables is not enough, because in sandboxes
-    such as gVisor they exist, but always show 0 unacknowledged bytes.
+    Unacknowledged bytes are bytes that a process has passed to a TCP connection, and that the
+    receiver has not acknowledged yet. Linux reports their number in its tables of TCP connections
+    (TCP_TABLES). The existence of the tables is not enough, because in sandboxes such as gVisor
+    they exist, but always report 0 unacknowledged bytes. So this function opens a connection for
+    the test, fills it without reading from it, and looks it up in the tables.
+
+    Returns:
+        True if the tables report unacknowledged bytes of the test connection. False if they do not,
+        or if the test failed with an OSError.
     """
     try:
         with (

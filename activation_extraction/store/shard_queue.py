@@ -45,22 +45,30 @@ class QueuedShard(Generic[T]):
 
 
 class ShardQueue(Generic[T]):
-    """Stores shards in the background, and commits them in order.
+    """Stores shards in background threads, and commits them in the order of their submission.
 
-    After a shard could not be stored, methods raise StorageError. If the reason is that another
-    process has become the owner of the folder, they raise LostError.
+    Before the samples of a batch are stored, the caller passes the number of bytes of the batch to
+    `take`, which adds it to the memory in use, and waits while too much memory is in use. For each
+    shard, the caller passes a function that stores the files of the shard to `submit`.
+
+    If storing or committing a shard fails, `take`, `submit`, `check` and `wait` raise StorageError
+    from then on. If the reason for the failure is that another process has become the owner of the
+    folder, they raise LostError instead.
 
     Args:
         commit: Function that takes the result of storing a shard's files, and commits the shard. It
             is called in one thread, in the order in which the shards were submitted.
-        max_bytes: Largest number of bytes of activations in memory; `take` waits if there are
-            more.
+        max_bytes: Number of bytes of memory above which `take` waits for shards to be committed, as
+            long as the queue contains a shard.
         on_wait: Function without arguments that is called repeatedly while `take` waits.
 
     Attributes:
-        bytes_waiting: Number of bytes in memory that wait to be stored.
-        waited_seconds_by_phase: Seconds for which `take` waited, by the phase in which the oldest
-            shard was at that time.
+        bytes_waiting: Number of bytes of memory in use: the bytes of all batches that were passed
+            to `take`, without the bytes that became free when shards were committed.
+        waited_seconds_by_phase: Phase of a shard -> seconds for which `take` waited while the
+            oldest uncommitted shard was in this phase. The phases are "packing" (the content of its
+            files is being made, or this has not begun), "writing" (its files are being written) and
+            "committing" (it waits for the commits of earlier shards, or is being committed).
     """
 
     def __init__(
@@ -71,7 +79,8 @@ class ShardQueue(Generic[T]):
         self._commit_shard = commit
         self._max_waiting_bytes = max_bytes
         self._on_wait = on_wait
-        # Exception of the first shard that could not be stored. None if all shards could be stored.
+        # Error that the methods raise because a shard could not be stored or committed. None if no
+        # shard has failed.
         self._failure: Exception | None = None
         # Whether `close` was called, and did not wait for the threads.
         self._has_cancelled_work = False

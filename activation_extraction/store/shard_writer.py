@@ -40,8 +40,8 @@ class ShardWriter:
     """Gathers samples into shards, and stores the shards in a folder.
 
     Samples become shards in the order in which they are added. A shard contains at most
-    `options.shard_bytes` bytes of values at hooks, but at least one sample. After a shard could not
-    be stored, methods raise StorageError or LostError, like the methods of ShardQueue.
+    `options.shard_bytes` bytes of values at hooks, but at least one sample. If storing or
+    committing a shard fails, later calls raise StorageError or LostError, as in ShardQueue.
 
     Args:
         log_writer: Writer of the folder, which this process must own.

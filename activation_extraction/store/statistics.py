@@ -209,11 +209,17 @@ class CodeSums:
 
     @classmethod
     def of(cls, codes: Codes, token_mask: np.ndarray) -> "CodeSums":
-        """Returns the sums over the codes of some tokens.
+        """Counts the active features of some tokens, and sums squared errors and norms.
 
         Args:
-            codes: Codes of all tokens.
-            token_mask: Mask of the tokens to sum over, bool (tokens,).
+            codes: Codes of all tokens. If their field `active` is None, all active features count
+                as stored.
+            token_mask: Mask of the selected tokens, bool (tokens,).
+
+        Returns:
+            For the selected tokens: the number of tokens, of stored features, of active features
+            that are not stored, and of tokens with such features; the sum of the squared norms of
+            the reconstruction errors, and the sum of the squared norms of the activations.
         """
         num_stored_features_per_token = np.diff(codes.indptr)[token_mask]
         num_cut_features_per_token = np.zeros(1, np.int64)

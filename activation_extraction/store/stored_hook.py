@@ -49,8 +49,10 @@ from activation_extraction.store.statistics import (
 )
 
 # Key of a hook in pickles: the number of its layer, or the name by which the user selects the hook.
-Key = int | str  # number of a layer, or name of a hook
-Values = np.ndarray | Codes  # values of some tokens at a hook, in the user's form
+Key = int | str
+# Values of some tokens at a hook, as users of `ActivationDataset` get them: `Codes` at a hook with
+# codes, and an array (tokens, width) at any other hook.
+Values = np.ndarray | Codes
 Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
 FLOAT32: np.dtype = np.dtype(np.float32)
