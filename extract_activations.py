@@ -120,8 +120,8 @@ def extract(config: Config) -> int:
         )
     host = join_hosts(config)
     watchdog = Watchdog(host_options.stall_timeout)
-    remedy_in_words = how_to_continue(host.num_hosts, config.storage_options.overwrite)
-    with explain_abort(host, f"committed shards are safe; {remedy_in_words}"):
+    remedy_phrase = how_to_continue(host.num_hosts, config.storage_options.overwrite)
+    with explain_abort(host, f"committed shards are safe; {remedy_phrase}"):
         with device_errors():
             run = prepare(config, host, watchdog)
         clock = Clock()
@@ -143,7 +143,7 @@ def extract(config: Config) -> int:
                 f"{counted(stored_totals.samples, 'sample')}"
             )
             failure_with_totals = reworded(error, message_with_totals, RunError)
-            failure_with_totals.remedy = failure_with_totals.remedy or remedy_in_words
+            failure_with_totals.remedy = failure_with_totals.remedy or remedy_phrase
             raise failure_with_totals from error
         print_summary(run, clock, is_run_complete)
         stored_totals = run.storage.totals

@@ -134,7 +134,7 @@ def main() -> None:
     document_texts = (json.loads(json_line)["text"] for json_line in parsed_flags.documents.open())
     document_lengths = [min(len(text), parsed_flags.length) for text in document_texts]
     tokens_per_second_by_document_order = {}
-    for order_in_words, ordered_lengths in (
+    for order_phrase, ordered_lengths in (
         ("as they come", document_lengths),
         ("by length", sorted(document_lengths)),
     ):
@@ -146,7 +146,7 @@ def main() -> None:
         # The batches are computed in random order, so that a random sample of them is measured if
         # the time is over before all of them are computed.
         random.Random(0).shuffle(lengths_of_batches)
-        tokens_per_second_by_document_order[order_in_words] = tokens_per_second(
+        tokens_per_second_by_document_order[order_phrase] = tokens_per_second(
             model, lengths_of_batches, output_by_layer, host_buffer, parsed_flags.seconds
         )
     lengths_of_full_batch = [parsed_flags.length] * parsed_flags.rows

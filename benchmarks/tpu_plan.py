@@ -37,7 +37,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.model.devices import at_dtype, chip_of
 from activation_extraction.model.family import parse_model_config, read_model_config
 from activation_extraction.model.forward import Program, compile_unloaded
-from activation_extraction.model.mesh import in_words
+from activation_extraction.model.mesh import shape_phrase
 from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.model_setup import build_model, choose_hooks
 from activation_extraction.model.step_cost import CostModel
@@ -194,8 +194,8 @@ def main() -> None:
     compiled_step = compile_for(
         model_of(parsed_flags.model), parsed_flags.flags, parsed_flags.topology, parsed_flags.effort
     )
-    mesh_in_words = in_words(compiled_step.model.layout.shape)
-    print(f"mesh {mesh_in_words}; a layer on one chip: MB of HBM, MB sent, kind, operation")
+    mesh_phrase = shape_phrase(compiled_step.model.layout.shape)
+    print(f"mesh {mesh_phrase}; a layer on one chip: MB of HBM, MB sent, kind, operation")
     data_moves_of_layer = compiled_step.program_text.moves(compiled_step.program_text.body)
     for move in sorted(data_moves_of_layer, key=lambda move: -move.hbm_bytes):
         if move.hbm_bytes + move.sent_bytes > MIN_PRINTED_BYTES:

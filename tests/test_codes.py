@@ -28,7 +28,7 @@ from activation_extraction.inspect.latent_files import DelphiFormat
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import unseal
 from activation_extraction.store.statistics import CodeSums, Statistics
-from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
+from activation_extraction.store.statistics_lines import code_lines, code_warnings
 from activation_extraction.text.packing import pack, samples_of
 
 RESID, TRANSCODED = "blocks.1.hook_resid_post", "blocks.1.ln2.hook_out"
@@ -149,11 +149,11 @@ def test_a_share_that_is_explained_is_a_statistic_and_another_one_a_warning():
     none = CodeSums(tokens=2, features=6, error=10.0, square=4.0)
     statistics = {CODES: Statistics(codes={"sinks": none, "others": some})}
     explained = "3.0 features per token; the share of squared norms that they explain: 75.0% of"
-    assert [*codes_in_words(statistics)] == [f"{CODES}: {explained} other tokens"]
+    assert [*code_lines(statistics)] == [f"{CODES}: {explained} other tokens"]
     (warning,) = code_warnings(statistics)
     assert "of first tokens of samples" in warning and "2.5 times" in warning
     empty = {CODES: Statistics(codes={"sinks": CodeSums(), "others": CodeSums()})}
-    assert [*codes_in_words(empty)] == [f"{CODES}: 0.0 features per token"]
+    assert [*code_lines(empty)] == [f"{CODES}: 0.0 features per token"]
     assert not [*code_warnings(empty)]
 
 

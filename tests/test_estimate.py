@@ -18,7 +18,7 @@ from activation_extraction.run import estimate
 from activation_extraction.run.estimate import (
     GUESSED_FRACTIONS,
     TokenCounts,
-    hours_in_words,
+    hours_phrase,
     token_counts_of,
 )
 from activation_extraction.run.topologies import topology_of
@@ -218,7 +218,7 @@ def test_how_much_data_there_is_and_how_much_of_it_is_kept():
     ],
 )
 def test_a_time_is_told_as_people_say_it(hours, words):
-    assert hours_in_words(hours) == words
+    assert hours_phrase(hours) == words
 
 
 @pytest.mark.parametrize(

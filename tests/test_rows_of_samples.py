@@ -95,7 +95,7 @@ def test_files_are_divided_and_continued_as_stored_runs_have_it(tmp_path):
     assert files.num_shards == before.num_shards == 7 and len([*files]) == 12
 
     def rows_and_marks(rows):
-        return [(row.location_in_words, rows.state_dict()["examples_iterable"]) for row in rows]
+        return [(row.location_phrase, rows.state_dict()["examples_iterable"]) for row in rows]
 
     for count in range(1, 8):
         for index in range(count):

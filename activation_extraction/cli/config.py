@@ -218,8 +218,8 @@ def _epilog() -> str:
     environment_variable_lines = []
     for flag_name, flag in FLAGS.items():
         if flag.environment_variables is not None:
-            environment_variables_in_words = " or ".join(flag.environment_variables.variable_names)
-            environment_variable_line = f"  {environment_variables_in_words:<46} --{flag_name}"
+            environment_variables_phrase = " or ".join(flag.environment_variables.variable_names)
+            environment_variable_line = f"  {environment_variables_phrase:<46} --{flag_name}"
             if flag.environment_variables.required_flag:
                 environment_variable_line += f" (with --{flag.environment_variables.required_flag})"
             environment_variable_lines.append(environment_variable_line)
@@ -343,10 +343,10 @@ def _refuse_conflicts(values: ValueByFlagName) -> None:
             continue
         needed_flag_names = FLAGS[flag_name].needs.split(" or ")
         if not any(needed_flag_name in values for needed_flag_name in needed_flag_names):
-            needed_flags_in_words = " or ".join(
+            needed_flags_phrase = " or ".join(
                 f"--{needed_flag_name}" for needed_flag_name in needed_flag_names
             )
-            raise InputError(f"--{flag_name}: needs {needed_flags_in_words}")
+            raise InputError(f"--{flag_name}: needs {needed_flags_phrase}")
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")

@@ -201,18 +201,18 @@ class Progress:
         }
         self._store_metrics(metrics_of_interval)
         if self._progress_bar.disable:
-            samples_in_words = counted(metrics_of_interval["samples"], "sample")
-            tokens_in_words = counted(self.num_stored_tokens, "token")
+            samples_phrase = counted(metrics_of_interval["samples"], "sample")
+            tokens_phrase = counted(self.num_stored_tokens, "token")
             if self._has_token_limit:
-                limit_in_words = counted(self._sample_or_token_limit or 0, "token")
-                tokens_in_words = f"{self.num_stored_tokens:,} of {limit_in_words}"
+                limit_phrase = counted(self._sample_or_token_limit or 0, "token")
+                tokens_phrase = f"{self.num_stored_tokens:,} of {limit_phrase}"
             elif self._sample_or_token_limit is not None:
-                limit_in_words = counted(self._sample_or_token_limit, "sample")
-                samples_in_words = f"{metrics_of_interval['samples']:,} of {limit_in_words}"
+                limit_phrase = counted(self._sample_or_token_limit, "sample")
+                samples_phrase = f"{metrics_of_interval['samples']:,} of {limit_phrase}"
             log.info(
                 "%s, %s, %.0f tokens/s%s; stored %s, %.2f GB, %d being written, retries: %d",
-                samples_in_words,
-                tokens_in_words,
+                samples_phrase,
+                tokens_phrase,
                 tokens_per_second,
                 "" if fraction_of_peak_flops is None else f", {fraction_of_peak_flops:.0%} of peak",
                 counted(metrics_of_interval["shards_stored"], "shard"),

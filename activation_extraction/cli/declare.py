@@ -131,16 +131,16 @@ def flag(
     Returns:
         The field of a dataclass.
     """
-    default_in_words = default_is
-    if not default_in_words and default is not None:
-        default_in_words = f"{default}{unit}"
-    defaults_in_words = []
+    default_phrase = default_is
+    if not default_phrase and default is not None:
+        default_phrase = f"{default}{unit}"
+    defaults_phrase = []
     if environment_variables is not None:
-        defaults_in_words.append(" or ".join(environment_variables.variable_names))
-    if default_in_words:
-        defaults_in_words.append(default_in_words)
-    if defaults_in_words:
-        help += f" (default: {', else '.join(defaults_in_words)})"
+        defaults_phrase.append(" or ".join(environment_variables.variable_names))
+    if default_phrase:
+        defaults_phrase.append(default_phrase)
+    if defaults_phrase:
+        help += f" (default: {', else '.join(defaults_phrase)})"
     if "choices" not in options:
         options = {"type": parse, "metavar": "NAME", **options}
     flag_declaration = Flag(

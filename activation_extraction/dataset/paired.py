@@ -65,7 +65,7 @@ class AlignedRuns:
 
     def __init__(self, *runs: "ActivationDataset") -> None:
         self.runs = runs
-        urls_in_words = without_secrets(" and ".join(run.url for run in runs))
+        urls_phrase = without_secrets(" and ".join(run.url for run in runs))
         for run in runs[1:]:
             data_files_of_runs = runs[0].data_files, run.data_files
             for setting_name, first_value, other_value in runs[0].identity.other_samples(
@@ -86,9 +86,7 @@ class AlignedRuns:
         # Columns have the order of the first run.
         self._sample_indices = np.stack(joined_table.sort_by("0").drop_columns("row").columns)
         if not len(self):
-            raise ValueError(
-                f"{urls_in_words}: no row of the data set has a sample in each of them"
-            )
+            raise ValueError(f"{urls_phrase}: no row of the data set has a sample in each of them")
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         sample_token_counts_of_runs = [run.shards.columns(["tokens"])["tokens"] for run in runs]
         # For each run, an array with the token count of each sample that all runs have.
@@ -102,14 +100,14 @@ class AlignedRuns:
             runs, self.unpaired_samples, common_token_counts_of_runs, strict=True
         ):
             if num_left_out_samples:
-                left_out_samples_in_words = counted(num_left_out_samples, "sample")
+                left_out_samples_phrase = counted(num_left_out_samples, "sample")
                 num_left_out_tokens = run.tokens - token_counts_of_run.sum()
-                left_out_tokens_in_words = counted(num_left_out_tokens, "token")
+                left_out_tokens_phrase = counted(num_left_out_tokens, "token")
                 log.warning(
                     "%s: %s (%s) left out: not all runs have them",
                     run.url,
-                    left_out_samples_in_words,
-                    left_out_tokens_in_words,
+                    left_out_samples_phrase,
+                    left_out_tokens_phrase,
                 )
         if any(
             run.identity.kept_tokens != runs[0].identity.kept_tokens
@@ -118,7 +116,7 @@ class AlignedRuns:
         ):
             log.warning(
                 "%s: store different tokens of the same samples; only those that all have are read",
-                urls_in_words,
+                urls_phrase,
             )
 
     def __len__(self) -> int:
@@ -511,14 +509,14 @@ def _check_same_tokens(urls: Sequence[str], *tokens_of_runs: Any) -> None:
     for token_index in np.flatnonzero(
         tokens_of_first_run.token_ids != tokens_of_other_run.token_ids
     ):
-        difference_in_words = " but ".join(
+        difference_phrase = " but ".join(
             f"{run_tokens.token_ids[token_index]} in sample "
             f"{np.broadcast_to(run_tokens.sample_idx, run_tokens.token_ids.shape)[token_index]} "
             f"of {run_url}"
             for run_url, run_tokens in zip(urls, tokens_of_runs, strict=True)
         )
         position = tokens_of_first_run.position[token_index]
-        message = f"the token at position {position} of the same row is {difference_in_words}"
+        message = f"the token at position {position} of the same row is {difference_phrase}"
         raise ValueError(without_secrets(message))
 
 

@@ -447,12 +447,12 @@ def _at_hook(batch_or_sample: TokenBatch | SampleActivations, name: str) -> Any:
         return batch_or_sample.activations[name]
     except KeyError:
         if name in vars(batch_or_sample) or name == "positions":
-            place_in_words = f"its attribute .{name}"
+            place_phrase = f"its attribute .{name}"
         elif name in batch_or_sample.columns:
-            place_in_words = f".columns[{name!r}]"
+            place_phrase = f".columns[{name!r}]"
         else:
             raise
-    raise KeyError(f"{name!r} is no hook; read {place_in_words}")
+    raise KeyError(f"{name!r} is no hook; read {place_phrase}")
 
 
 class Samples(Sequence[SampleActivations]):

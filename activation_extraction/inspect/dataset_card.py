@@ -130,8 +130,8 @@ def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
 def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
     """Yields the headings and paragraphs of a run's dataset card, in Markdown."""
     name_of_model = model_name(dataset)
-    model_in_words = _code(_last_part(name_of_model)) if name_of_model else "an unnamed model"
-    yield f"# Activations of {model_in_words}"
+    model_phrase = _code(_last_part(name_of_model)) if name_of_model else "an unnamed model"
+    yield f"# Activations of {model_phrase}"
     yield "## Model"
     yield " ".join(_model_sentences(dataset))
     yield "## Data"
@@ -139,8 +139,8 @@ def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
     yield "## Hooks"
     hook_table_rows = ["| hook | width | dtype |", "|---|---|---|"]
     for hook_name, width in dataset.hooks.items():
-        dtype_in_words = _dtype_in_words(dataset, hook_name)
-        hook_table_rows.append(f"| {_code(hook_name)} | {width:,} | {dtype_in_words} |")
+        dtype_phrase = _dtype_phrase(dataset, hook_name)
+        hook_table_rows.append(f"| {_code(hook_name)} | {width:,} | {dtype_phrase} |")
     yield "\n".join(hook_table_rows)
     yield "## Tokens and samples"
     yield " ".join(_token_sentences(dataset))
@@ -183,10 +183,10 @@ def _model_sentences(dataset: ActivationDataset) -> Iterator[str]:
         autoencoder_path for _, autoencoder_path in recorded_flags.get("encode") or ()
     ]
     if autoencoder_paths:
-        autoencoders_in_words = ", ".join(
+        autoencoders_phrase = ", ".join(
             _code(_public_name(autoencoder_path)) for autoencoder_path in autoencoder_paths
         )
-        yield f"Autoencoders: {autoencoders_in_words}."
+        yield f"Autoencoders: {autoencoders_phrase}."
     if dataset.identity.dtype:
         yield f"Computed in {_code(dataset.identity.dtype)}."
 
@@ -207,8 +207,8 @@ def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
         for source_path, weight in sources_and_weights:
             source_revision = revision_by_source.get(source_path)
             source_name = _code(source_path if source_revision else _last_part(source_path))
-            commit_in_words = f" at commit {_code(source_revision)}" if source_revision else ""
-            source_phrases.append(f"{source_name}{commit_in_words} (weight {weight:g})")
+            commit_phrase = f" at commit {_code(source_revision)}" if source_revision else ""
+            source_phrases.append(f"{source_name}{commit_phrase} (weight {weight:g})")
         yield f"A mixture of {', '.join(source_phrases)}."
     elif identity.data == DATA_FROM_FILES:
         data_path = str(recorded_flags.get("dataset_path") or DATA_FROM_FILES)
@@ -216,11 +216,11 @@ def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
         yield f"Files: {_code(data_path_in_card)}."
     else:
         yield f"{_code(identity.data)} at commit {_code(identity.data_revision)}."
-    max_tokens_in_words = f"{identity.text.max_seq_length:,}"
+    max_tokens_phrase = f"{identity.text.max_seq_length:,}"
     if identity.text.long_documents == "split":
-        yield f"Rows of more than {max_tokens_in_words} tokens are split into several samples."
+        yield f"Rows of more than {max_tokens_phrase} tokens are split into several samples."
     else:
-        yield f"A sample is one row, cut to its first {max_tokens_in_words} tokens."
+        yield f"A sample is one row, cut to its first {max_tokens_phrase} tokens."
 
 
 def _token_sentences(dataset: ActivationDataset) -> Iterator[str]:
@@ -244,7 +244,7 @@ def _token_sentences(dataset: ActivationDataset) -> Iterator[str]:
         yield f"Columns kept from the data: {', '.join(map(_code, text_options.keep_columns))}."
 
 
-def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
+def _dtype_phrase(dataset: ActivationDataset, hook_name: str) -> str:
     """Returns the dtype of the values at a hook, in words, such as "bfloat16".
 
     If the values are stored in another form, the words name this form, too, such as "float8 (e4m3),
@@ -266,12 +266,12 @@ def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
 def _files(dataset: ActivationDataset) -> str:
     """Returns a phrase for the dataset card about the format of a run's activation files."""
     storage_options = dataset.identity.storage
-    compression_in_words = (
+    compression_phrase = (
         "gzipped "
         if storage_options.shard_format == "pickle" and storage_options.compress_shards
         else ""
     )
-    return compression_in_words + FORMAT_DESCRIPTIONS[storage_options.shard_format]
+    return compression_phrase + FORMAT_DESCRIPTIONS[storage_options.shard_format]
 
 
 def _configuration(dataset: ActivationDataset) -> dict[str, Any]:

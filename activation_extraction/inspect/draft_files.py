@@ -133,8 +133,8 @@ def _loss_mask(
             loss_mask_of_document[index_of_first_token : index_of_first_token + len(sample_tokens)]
         )
         if loss_mask.shape != (len(sample_tokens),) or not np.isin(loss_mask, (0, 1)).all():
-            column_in_words = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
-            raise RunError(f"{column_in_words}: expected a 0 or 1 for each of the row's tokens")
+            column_phrase = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
+            raise RunError(f"{column_phrase}: expected a 0 or 1 for each of the row's tokens")
     elif sample_tokens.role is not None:
         loss_mask = np.isin(sample_tokens.role, TRAINED_ROLES)
     return loss_mask.astype(np.int64)
@@ -172,7 +172,7 @@ def residual_stream_hooks_by_number(hooks: Iterable[str]) -> dict[int, str]:
     return dict(sorted(hook_name_by_residual_stream_number.items()))
 
 
-def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
+def _empty_samples_phrase(dataset: ActivationDataset) -> tuple[str, ...]:
     """Describes how many samples have no tokens and are therefore left out of the export.
 
     Returns:
@@ -223,7 +223,7 @@ class SpeculatorsFormat(DraftFormat):
     flag_value = "speculators"  # value of --export that selects this format
     needed_package = "datasets"
     hook_globs = RESIDUAL_STREAM_GLOBS
-    accepted_hooks_in_words = " and ".join(hook_globs)
+    accepted_hooks_phrase = " and ".join(hook_globs)
 
     def __init__(self, export_dtype: str | None = None) -> None:
         self._export_dtype = export_dtype
@@ -297,7 +297,7 @@ class SpeculatorsFormat(DraftFormat):
             )
             written_token_count += len(token_ids)
         arrow_folder.finalize()
-        return Exported(written_token_count, _empty_samples_in_words(dataset))
+        return Exported(written_token_count, _empty_samples_phrase(dataset))
 
     def usage_lines(
         self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]
@@ -309,12 +309,12 @@ class SpeculatorsFormat(DraftFormat):
             dataset: The run.
             hooks: The names of the exported hooks.
         """
-        layer_numbers_in_words = " ".join(map(str, [*residual_stream_hooks_by_number(hooks)][:-1]))
+        layer_numbers_phrase = " ".join(map(str, [*residual_stream_hooks_by_number(hooks)][:-1]))
         backend_flag = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
         return [
             f"python -m speculators.train --data-path {shlex.quote(folder)} {backend_flag}"
             f"--verifier-name-or-path {shlex.quote(dataset.tokenizer_path)} "
-            f"--target-layer-ids {layer_numbers_in_words} --on-missing raise"
+            f"--target-layer-ids {layer_numbers_phrase} --on-missing raise"
         ]
 
     def _stores_float8(self, dataset: ActivationDataset) -> bool:
@@ -349,7 +349,7 @@ class SpecForgeFormat(DraftFormat):
     flag_value = "specforge"  # value of --export that selects this format
     needed_package = "torch"
     hook_globs = (*RESIDUAL_STREAM_GLOBS, FINAL_NORM_HOOK)
-    accepted_hooks_in_words = " and ".join(hook_globs)
+    accepted_hooks_phrase = " and ".join(hook_globs)
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export, in the run's order.
@@ -418,7 +418,7 @@ class SpecForgeFormat(DraftFormat):
             torch.save(tensors_of_file, file_buffer)
             (subfolder / f"data_{sample_index}.ckpt").write_bytes(file_buffer.getbuffer())
             written_token_count += len(token_ids)
-        return Exported(written_token_count, _empty_samples_in_words(dataset))
+        return Exported(written_token_count, _empty_samples_phrase(dataset))
 
     def usage_lines(
         self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]

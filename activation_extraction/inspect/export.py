@@ -161,16 +161,16 @@ def export(
         f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
     if num_omitted_tokens := finished_dataset.tokens - export_result.num_tokens:
-        place_of_left_out_tokens_in_words = (
+        place_of_left_out_tokens_phrase = (
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )
         say(
             f"left out: {counted(num_omitted_tokens, 'token')}, too few for a row of "
             f"{tokens_per_row}"
-            f"{place_of_left_out_tokens_in_words}"
+            f"{place_of_left_out_tokens_phrase}"
         )
-    for omission_in_words in export_result.omissions:
-        say(f"left out: {omission_in_words}")
+    for omission_phrase in export_result.omissions:
+        say(f"left out: {omission_phrase}")
     say("read it with:")
     for instruction_line in export_format.usage_lines(
         target_folder, finished_dataset, exported_hook_names
@@ -220,8 +220,8 @@ def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText) -> Te
             `load_text` may raise InputError, too.
     """
     if not dataset.identity.from_dataset:
-        reason_in_words = "records no data set, because another program stored it"
-        raise InputError(f"{flag}: {dataset.url} {reason_in_words}")
+        reason_phrase = "records no data set, because another program stored it"
+        raise InputError(f"{flag}: {dataset.url} {reason_phrase}")
     return load_text(dataset.metadata)
 
 

@@ -35,7 +35,7 @@ class ExportFormat(ABC):
     Attributes:
         flag_value: The value of --export that chooses the format.
         needed_package: The name of the Python package that is needed to write the files.
-        accepted_hooks_in_words: The hooks that the format accepts, in words for messages.
+        accepted_hooks_phrase: The hooks that the format accepts, in words for messages.
         needs_every_token: Whether a run must store all tokens of its samples.
         needs_text: Whether the chunks that `write` takes contain the text of the sample up to and
             including each token, in the column TEXT_COLUMN of nla_files.py.
@@ -52,7 +52,7 @@ class ExportFormat(ABC):
 
     flag_value: ClassVar[str]
     needed_package: ClassVar[str]
-    accepted_hooks_in_words: ClassVar[str]
+    accepted_hooks_phrase: ClassVar[str]
     needs_every_token: ClassVar[bool] = False
     needs_text: ClassVar[bool] = False
     sample_column_names: ClassVar[tuple[str, ...]] = ()
@@ -87,7 +87,7 @@ class ExportFormat(ABC):
         ]
         if not exported_hook_names:
             raise InputError(
-                f"--export {self.flag_value}: takes {self.accepted_hooks_in_words}; "
+                f"--export {self.flag_value}: takes {self.accepted_hooks_phrase}; "
                 f"{dataset.url} has {', '.join(chosen_hooks)}"
             )
         if omitted_hooks := [
@@ -95,7 +95,7 @@ class ExportFormat(ABC):
         ]:
             say(
                 f"left out: {', '.join(omitted_hooks)}; {self.flag_value} takes "
-                f"{self.accepted_hooks_in_words}"
+                f"{self.accepted_hooks_phrase}"
             )
         return exported_hook_names
 

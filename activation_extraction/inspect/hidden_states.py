@@ -239,8 +239,8 @@ class SpeculatorsFolder(StatesFolder):
             raise RunError(f"{file_path}: token_ids is {_described(token_ids)}, expected (tokens,)")
         token_scales = tensor_by_name.get(SCALES)
         if (token_scales is not None) != (hidden_states.dtype == VALUE_DTYPE):
-            scales_in_words = f"without {SCALES}" if token_scales is None else f"with {SCALES}"
-            raise RunError(f"{file_path}: holds {hidden_states.dtype} {scales_in_words}")
+            scales_phrase = f"without {SCALES}" if token_scales is None else f"with {SCALES}"
+            raise RunError(f"{file_path}: holds {hidden_states.dtype} {scales_phrase}")
         if token_scales is not None:
             if token_scales.shape != (len(hidden_states), 1, 1):
                 raise RunError(
@@ -457,9 +457,9 @@ def _torch_tensors(path: Path) -> dict[str, np.ndarray]:
     except (OSError, EOFError, zlib.error) as error:
         raise RunError(f"{path}: {reason_of(error)}") from error
     except NOT_ONLY_TENSORS as error:
-        reason_in_words = one_line(error).partition(". ")[0]
+        reason_phrase = one_line(error).partition(". ")[0]
         raise RunError(
-            f"{path}: is damaged, or holds more than tensors: {reason_in_words}"
+            f"{path}: is damaged, or holds more than tensors: {reason_phrase}"
         ) from error
 
 
@@ -503,9 +503,9 @@ def _check_states(path: Path, name: str, states: np.ndarray, axes: Sequence[str]
     if states.ndim != len(axes) or 0 in states.shape[1:]:
         raise RunError(f"{path}: {name} is {_described(states)}, expected ({', '.join(axes)})")
     if states.dtype.name not in DTYPES:
-        accepted_dtypes_in_words = ", ".join(DTYPES)
+        accepted_dtypes_phrase = ", ".join(DTYPES)
         raise RunError(
-            f"{path}: {name} is {_described(states)}, expected one of {accepted_dtypes_in_words}"
+            f"{path}: {name} is {_described(states)}, expected one of {accepted_dtypes_phrase}"
         )
 
 

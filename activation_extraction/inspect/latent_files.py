@@ -46,7 +46,7 @@ class DelphiFormat(ExportFormat):
 
     flag_value = "delphi"  # value of --export that selects this format
     needed_package = "safetensors"
-    accepted_hooks_in_words = "codes, which --encode stores"
+    accepted_hooks_phrase = "codes, which --encode stores"
     needs_every_token = True
     tokens_per_row = ROW_TOKENS
     rows_end_with_samples = True
@@ -194,13 +194,13 @@ class DelphiFormat(ExportFormat):
                 "n_splits": len(path_by_range_by_hook_name[hook_name]),
             }
             (folder / hook_name / "config.json").write_text(json.dumps(delphi_settings, indent=2))
-        omissions_in_words = [
+        omissions_phrase = [
             f"{counted(left_out_code_count, 'code')} of at most {LARGEST_LEFT_OUT_VALUE:g} at "
             f"{hook_name}, as by delphi itself"
             for hook_name, left_out_code_count in left_out_code_count_by_hook.items()
             if left_out_code_count
         ]
-        return Exported(token_ids_of_rows.size, tuple(omissions_in_words))
+        return Exported(token_ids_of_rows.size, tuple(omissions_phrase))
 
     def usage_lines(
         self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]

@@ -136,7 +136,7 @@ class NlaFormat(ExportFormat):
 
     flag_value = "nla"  # value of --export that selects this format
     needed_package = "transformers"
-    accepted_hooks_in_words = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
+    accepted_hooks_phrase = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
     needs_text = True
     sample_column_names = ID_COLUMNS
     max_tokens_per_chunk = ROW_GROUP
@@ -153,7 +153,7 @@ class NlaFormat(ExportFormat):
         """
         if len(chosen_hooks) != 1 or not self.accepts(dataset, chosen_hooks[0]):
             raise InputError(
-                f"--export nla: takes {self.accepted_hooks_in_words}; of {dataset.url} it chooses "
+                f"--export nla: takes {self.accepted_hooks_phrase}; of {dataset.url} it chooses "
                 f"{', '.join(chosen_hooks)}"
             )
         return [*chosen_hooks]

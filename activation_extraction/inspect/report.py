@@ -26,7 +26,7 @@ from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.local_files import write_file
 from activation_extraction.store.run_folders import read_folders
 from activation_extraction.store.run_log import RunLog
-from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
+from activation_extraction.store.statistics_lines import code_lines, code_warnings
 
 
 def show_report(root: Folder, file: str) -> int:
@@ -135,7 +135,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer_or_hook_number)),
         decode=decode_token,
         undecoded=decoding_problem,
-        codes=[*codes_in_words(statistics_by_hook), *warning_lines],
+        codes=[*code_lines(statistics_by_hook), *warning_lines],
         throughput=report_numbers.throughput(
             run_log.commits_in_order for run_log in log_by_folder.values()
         ),

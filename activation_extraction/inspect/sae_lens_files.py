@@ -22,7 +22,7 @@ class SaeLensFormat(ExportFormat):
 
     flag_value = "sae_lens"  # value of --export that selects this format
     needed_package = "datasets"
-    accepted_hooks_in_words = "activations, no codes"
+    accepted_hooks_phrase = "activations, no codes"
     tokens_per_row = 128  # the default of SAELens's setting context_size
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:

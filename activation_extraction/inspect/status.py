@@ -20,10 +20,10 @@ from activation_extraction.store.run_folders import (
     read_folders,
 )
 from activation_extraction.store.run_log import FORMAT_VERSION, Commit, RunLog, seal
-from activation_extraction.store.statistics_in_words import (
+from activation_extraction.store.statistics_lines import (
+    code_lines,
     code_warnings,
-    codes_in_words,
-    errors_in_words,
+    error_lines,
 )
 from activation_extraction.store.totals import COUNTED, Totals
 
@@ -123,9 +123,9 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
                 f"empty: {counted(totals_of_run.empty_rows, 'row')} without text, "
                 "which gave no sample"
             )
-        for error_line in errors_in_words(totals_of_run.statistics):
+        for error_line in error_lines(totals_of_run.statistics):
             say(error_line)
-        for codes_line in codes_in_words(totals_of_run.statistics):
+        for codes_line in code_lines(totals_of_run.statistics):
             say(codes_line)
         for warning_line in code_warnings(totals_of_run.statistics):
             say(f"warning: {warning_line}")
@@ -441,30 +441,30 @@ def _cell_by_title(host: HostState) -> dict[str, str]:
         host: The state of a host, or the sums over all hosts.
     """
     current_time = time.time()
-    state_in_words = host.state
+    state_phrase = host.state
     if host.state == "silent" and host.last_sign is not None:
-        state_in_words = f"silent for {_duration_in_words(current_time - host.last_sign)}"
-    waiting_time_and_phase_in_words = ""
+        state_phrase = f"silent for {_duration_phrase(current_time - host.last_sign)}"
+    waiting_time_and_phase_phrase = ""
     total_waiting_seconds = sum(host.waited.values())
     if total_waiting_seconds >= 1:
         phase_with_longest_wait = max(host.waited, key=lambda phase: host.waited[phase])
-        waiting_time_and_phase_in_words = (
-            f"{_duration_in_words(total_waiting_seconds)} ({phase_with_longest_wait})"
+        waiting_time_and_phase_phrase = (
+            f"{_duration_phrase(total_waiting_seconds)} ({phase_with_longest_wait})"
         )
 
-    def cell(number: float | None, in_words: Callable[[float], str]) -> str:
-        return "" if number is None else in_words(number)
+    def cell(number: float | None, to_phrase: Callable[[float], str]) -> str:
+        return "" if number is None else to_phrase(number)
 
     def time_since(unix_time: float) -> str:
-        return f"{_duration_in_words(current_time - unix_time)} ago"
+        return f"{_duration_phrase(current_time - unix_time)} ago"
 
     def time_until(unix_time: float) -> str:
-        return f"in {_duration_in_words(unix_time - current_time)}"
+        return f"in {_duration_phrase(unix_time - current_time)}"
 
     return {
         "machine": str(host.machine),
         "host": str(host.host),
-        "state": state_in_words,
+        "state": state_phrase,
         "shards": f"{host.shards:,}",
         "samples": f"{host.samples:,}",
         "tokens": f"{host.tokens:,}",
@@ -473,12 +473,12 @@ def _cell_by_title(host: HostState) -> dict[str, str]:
         "last commit": cell(host.last_commit, time_since),
         "tokens/s": cell(host.tokens_per_second, "{:,.0f}".format),
         "of peak": cell(host.utilisation, "{:.0%}".format),
-        "waited to store": waiting_time_and_phase_in_words,
+        "waited to store": waiting_time_and_phase_phrase,
         "expected end": cell(host.expected_end, time_until),
     }
 
 
-def _duration_in_words(seconds: float) -> str:
+def _duration_phrase(seconds: float) -> str:
     """Returns a duration in words, such as "2 h 5 min". A negative duration counts as 0."""
     total_minutes, seconds_beyond_minutes = divmod(int(max(seconds, 0)), 60)
     total_hours, minutes_beyond_hours = divmod(total_minutes, 60)

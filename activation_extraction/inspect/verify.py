@@ -88,10 +88,10 @@ def verify(
     problem_messages += check_numbers(log_by_folder, checked_shards)
     if recomputer is not None:
         problem_messages += _compare(chosen_samples, recomputer, allowed_differences)
-        recomputation_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
+        recomputation_phrase = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
         omission_reason = "no model is recorded" if has_no_model else "give --model_path"
-        recomputation_in_words = f"nothing recomputed ({omission_reason})"
+        recomputation_phrase = f"nothing recomputed ({omission_reason})"
     stored_sample_count = sum(checked_shard.commit.count for checked_shard in checked_shards)
     stored_gigabytes = sum(checked_shard.commit.bytes for checked_shard in checked_shards) / 1e9
     say(
@@ -99,7 +99,7 @@ def verify(
         f"{'FAILED' if problem_messages else 'in order'}: "
         f"{counted(len(log_by_folder), 'folder')}, "
         f"{counted(len(checked_shards), 'shard')}, {counted(stored_sample_count, 'sample')}, "
-        f"{stored_gigabytes:,.3f} GB; {recomputation_in_words}; "
+        f"{stored_gigabytes:,.3f} GB; {recomputation_phrase}; "
         f"{counted(len(problem_messages), 'problem')}",
     )
     return 1 if problem_messages else 0
@@ -277,7 +277,7 @@ def _compare(
         chosen_samples, values_or_messages_of_samples, strict=True
     ):
         if isinstance(values_or_message, str):
-            yield f"{chosen_sample.location_in_words}: cannot be recomputed: {values_or_message}"
+            yield f"{chosen_sample.location_phrase}: cannot be recomputed: {values_or_message}"
             continue
         token_positions = chosen_sample.tokens.positions
         for stored_hook, stored_values in zip(
@@ -288,7 +288,7 @@ def _compare(
                 stored_values, recomputed_values, token_positions, allowed_differences
             ):
                 yield (
-                    f"{chosen_sample.location_in_words}, {stored_hook.name}: recomputed, "
+                    f"{chosen_sample.location_phrase}, {stored_hook.name}: recomputed, "
                     f"{difference_message}"
                 )
 
@@ -323,10 +323,10 @@ def check_numbers(
     )
     repeated_sample_numbers = sample_numbers[occurrence_counts > 1]
     if repeated_sample_numbers.size:
-        repeated_sample_numbers_in_words = counted(len(repeated_sample_numbers), "sample number")
+        repeated_sample_numbers_phrase = counted(len(repeated_sample_numbers), "sample number")
         first_repeated_sample_number = repeated_sample_numbers[0]
         yield (
-            f"{repeated_sample_numbers_in_words} stored more than once, such as "
+            f"{repeated_sample_numbers_phrase} stored more than once, such as "
             f"{first_repeated_sample_number}"
         )
     for folder_name, run_log in log_by_folder.items():
@@ -351,11 +351,11 @@ def check_numbers(
             index_of_first_wrong_sample_number = indices_of_wrong_sample_numbers[0]
             sample_number = sample_numbers[index_of_first_wrong_sample_number]
             expected_sample_number = expected_sample_numbers[index_of_first_wrong_sample_number]
-            folder_in_words = shown_name(folder_name)
+            folder_phrase = shown_name(folder_name)
             if sample_number > expected_sample_number:
-                yield f"{folder_in_words}: sample {expected_sample_number} is missing"
+                yield f"{folder_phrase}: sample {expected_sample_number} is missing"
             else:
-                yield f"{folder_in_words}: sample {sample_number} belongs to another host"
+                yield f"{folder_phrase}: sample {sample_number} belongs to another host"
 
 
 def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:

@@ -417,34 +417,34 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
         hook: Hook whose states the layer should contain, if it could be determined.
         checks: Results of comparing each file with the states of the model.
     """
-    layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_of_layers)}"
+    layer_phrase = f"layer {layer + 1} of {len(checks[0].row.states_of_layers)}"
     if not hook.is_certain:
-        return f"{layer_in_words}: no row matches a hook"
+        return f"{layer_phrase}: no row matches a hook"
     # One match for each file whose layer contains the states that the model computes at `hook`.
     matches_of_correct_files: list[HookMatch] = []
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
             matches_of_correct_files.append(row_check.matches_of_layers[layer][hook.name, 0])
-    correct_rows_in_words = (
+    correct_rows_phrase = (
         f"right in {len(matches_of_correct_files)} of {counted(len(checks), 'row')}"
     )
     if not matches_of_correct_files:
-        return f"{layer_in_words}: {hook.name}, {correct_rows_in_words}"
-    largest_error_in_words = _percent(
+        return f"{layer_phrase}: {hook.name}, {correct_rows_phrase}"
+    largest_error_phrase = _percent(
         max(hook_match.row_error for hook_match in matches_of_correct_files)
     )
-    at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
+    at_most_words = "" if largest_error_phrase.startswith("below") else "at most "
     num_tokens_with_other_experts = sum(
         hook_match.num_tokens_with_other_experts for hook_match in matches_of_correct_files
     )
-    omission_in_words = ""
+    omission_phrase = ""
     if num_tokens_with_other_experts:
-        omission_in_words = (
+        omission_phrase = (
             f" (without {counted(num_tokens_with_other_experts, 'token')} that may have other "
             "experts)"
         )
-    error_in_words = f"error {at_most_words}{largest_error_in_words}{omission_in_words}"
-    return f"{layer_in_words}: {hook.name}, {correct_rows_in_words}, {error_in_words}"
+    error_phrase = f"error {at_most_words}{largest_error_phrase}{omission_phrase}"
+    return f"{layer_phrase}: {hook.name}, {correct_rows_phrase}, {error_phrase}"
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
@@ -492,19 +492,19 @@ def _wrong_ids(
         expected_token_ids = folder.data_set_ids(row_number)
         if expected_token_ids is None or np.array_equal(expected_token_ids, stored_row.token_ids):
             continue
-        difference_in_words = (
+        difference_phrase = (
             f"{len(stored_row.token_ids)} token ids, the data set has {len(expected_token_ids)}"
         )
         if len(expected_token_ids) == len(stored_row.token_ids):
             first_different_index = int(
                 np.flatnonzero(expected_token_ids != stored_row.token_ids)[0]
             )
-            difference_in_words = (
+            difference_phrase = (
                 f"another token id than the data set at token {first_different_index}"
             )
         yield (
             row_number,
-            f"row {row_number}: {folder.relative_path(row_number)}: has {difference_in_words}",
+            f"row {row_number}: {folder.relative_path(row_number)}: has {difference_phrase}",
         )
 
 
@@ -539,14 +539,14 @@ def _notes_on_hooks(
         len(hooks) == len(default_block_numbers) + 1
         and [expected_hook.name for expected_hook in hooks[:-1]] != default_hook_names
     ):
-        layer_numbers_in_words = ", ".join(
+        layer_numbers_phrase = ", ".join(
             str(default_block_number + folder.first_block_number)
             for default_block_number in default_block_numbers
         )
-        hook_names_in_words = ", ".join(default_hook_names)
+        hook_names_phrase = ", ".join(default_hook_names)
         yield (
-            f"by default, {folder.program_name} stores {hook_names_in_words} "
-            f"(its layers {layer_numbers_in_words})"
+            f"by default, {folder.program_name} stores {hook_names_phrase} "
+            f"(its layers {layer_numbers_phrase})"
         )
 
 
@@ -600,11 +600,11 @@ def _describe(
             layer_description = _describe_parts(
                 check, layer_index, hooks[layer_index], alignments_by_layer[layer_index], model
             )
-        expectation_in_words = (
+        expectation_phrase = (
             f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_certain else ""
         )
-        layer_in_words = f"row {check.row_number}, layer {layer_index + 1} of {len(hooks)}"
-        layer_messages.append(f"{layer_in_words}: {expectation_in_words}found {layer_description}")
+        layer_phrase = f"row {check.row_number}, layer {layer_index + 1} of {len(hooks)}"
+        layer_messages.append(f"{layer_phrase}: {expectation_phrase}found {layer_description}")
     return layer_messages
 
 
@@ -653,7 +653,7 @@ def _describe_by_same_sample(
     token_count = len(check.row.token_ids)
     non_finite_state_mask = np.array(~np.isfinite(stored_states).all(axis=1))
     if non_finite_state_mask.any():
-        return f"NaN or infinity in {_tokens_in_words(non_finite_state_mask)}"
+        return f"NaN or infinity in {_tokens_phrase(non_finite_state_mask)}"
     if not stored_states.any():
         if len(stored_states) == token_count:
             return "zeros"
@@ -664,20 +664,20 @@ def _describe_by_same_sample(
     if not best_match.within(check.limits) or len(stored_states) > token_count:
         return None
     if len(stored_states) < token_count:
-        counts_in_words = (
+        counts_phrase = (
             f"{counted(len(stored_states), 'state')} for {counted(token_count, 'token')}"
         )
         if best_match.token_offset not in (0, token_count - len(stored_states)):
             return None
-        end_of_sample_in_words = "first" if best_match.token_offset == 0 else "last"
-        other_hook_in_words = _other_hook(best_match.hook_name, hook, model)
-        compared_states_in_words = f"those of the {end_of_sample_in_words} {len(stored_states)}"
-        return f"{counts_in_words}: {compared_states_in_words}{other_hook_in_words}"
+        end_of_sample_phrase = "first" if best_match.token_offset == 0 else "last"
+        other_hook_phrase = _other_hook(best_match.hook_name, hook, model)
+        compared_states_phrase = f"those of the {end_of_sample_phrase} {len(stored_states)}"
+        return f"{counts_phrase}: {compared_states_phrase}{other_hook_phrase}"
     if best_match.token_offset:
-        direction_in_words = "next" if best_match.token_offset > 0 else "previous"
-        other_hook_in_words = _other_hook(best_match.hook_name, hook, model)
+        direction_phrase = "next" if best_match.token_offset > 0 else "previous"
+        other_hook_phrase = _other_hook(best_match.hook_name, hook, model)
         return (
-            f"each token with the state of the {direction_in_words} token{other_hook_in_words} "
+            f"each token with the state of the {direction_phrase} token{other_hook_phrase} "
             f"({_error(best_match)})"
         )
     return (
@@ -736,14 +736,14 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
         layer_offset += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
         layer_offset -= 1
-    direction_in_words = "late" if layer_offset > 0 else "early"
-    layers_in_words = "one layer" if abs(layer_offset) == 1 else f"{abs(layer_offset)} layers"
+    direction_phrase = "late" if layer_offset > 0 else "early"
+    layers_phrase = "one layer" if abs(layer_offset) == 1 else f"{abs(layer_offset)} layers"
     final_norm_clause = ""
     if actual_hook_name == FINAL_NORM_HOOK:
         final_norm_clause = ", and after the final norm"
     elif expected_hook_name == FINAL_NORM_HOOK:
         final_norm_clause = ", and without the final norm"
-    return f", {layers_in_words} too {direction_in_words}{final_norm_clause}"
+    return f", {layers_phrase} too {direction_phrase}{final_norm_clause}"
 
 
 def _stream_names(depth: int) -> Iterator[str]:
@@ -801,9 +801,9 @@ def _describe_parts(
         )
     zero_state_mask = np.array(~stored_states.any(axis=1))
     if zero_state_mask.any():
-        problem_phrases.append(f"zeros in {_tokens_in_words(zero_state_mask)}")
+        problem_phrases.append(f"zeros in {_tokens_phrase(zero_state_mask)}")
     best_match = check.best(layer)
-    errors_in_words = (
+    errors_phrase = (
         f"{_error(best_match)}, a token up to {_percent(best_match.largest_token_error)}"
     )
     if (best_match.hook_name, best_match.token_offset) == (hook.name, 0) and any(
@@ -812,21 +812,21 @@ def _describe_parts(
         and alignment.matching_state_mask.all()
         for alignment in alignments
     ):
-        limit_in_words = f"at most {_percent(check.limits.row_error)} is explained by rounding"
+        limit_phrase = f"at most {_percent(check.limits.row_error)} is explained by rounding"
         problem_phrases.append(
-            f"the right hook and tokens, but other values ({errors_in_words}; {limit_in_words})"
+            f"the right hook and tokens, but other values ({errors_phrase}; {limit_phrase})"
         )
         return "; ".join(problem_phrases)
     unexplained_state_mask = ~zero_state_mask
     for alignment in best_alignments(alignments_nearest_first):
         unexplained_state_mask &= ~alignment.matching_state_mask
-        problem_phrases.append(_part_in_words(alignment, check.row_number, hook, model))
+        problem_phrases.append(_part_phrase(alignment, check.row_number, hook, model))
     if unexplained_state_mask.all():
-        nearest_hook_in_words = (
+        nearest_hook_phrase = (
             f"{best_match.hook_name}{_relation(best_match.hook_name, hook, model)}"
         )
         if best_match.token_offset:
-            nearest_hook_in_words += (
+            nearest_hook_phrase += (
                 f" of the {'next' if best_match.token_offset > 0 else 'previous'} token"
             )
         rounding_hint = ""
@@ -838,21 +838,21 @@ def _describe_parts(
         ):
             rounding_hint = "; rounding to bfloat16 may explain it: verify with --dtype bfloat16"
         problem_phrases.append(
-            f"no match; nearest is {nearest_hook_in_words} ({errors_in_words}{rounding_hint})"
+            f"no match; nearest is {nearest_hook_phrase} ({errors_phrase}{rounding_hint})"
         )
     elif unexplained_state_mask.any():
-        experts_in_words = (
+        experts_phrase = (
             ", perhaps because of other experts"
             if check.limits.max_fraction_with_other_experts
             else ""
         )
         problem_phrases.append(
-            f"no match for {_tokens_in_words(unexplained_state_mask)}{experts_in_words}"
+            f"no match for {_tokens_phrase(unexplained_state_mask)}{experts_phrase}"
         )
     return "; ".join(problem_phrases)
 
 
-def _part_in_words(
+def _part_phrase(
     alignment: Alignment, row_number: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str:
     """Returns a phrase that says to which sample, tokens and hook some stored states belong.
@@ -866,31 +866,31 @@ def _part_in_words(
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
     """
-    other_hook_in_words = _other_hook(alignment.hook_name, hook, model)
+    other_hook_phrase = _other_hook(alignment.hook_name, hook, model)
     do_all_states_match = bool(alignment.matching_state_mask.all())
     is_same_row = alignment.row_number == row_number
-    if is_same_row and not alignment.token_offset and not other_hook_in_words:
-        return f"the right states in {_tokens_in_words(alignment.matching_state_mask)}"
+    if is_same_row and not alignment.token_offset and not other_hook_phrase:
+        return f"the right states in {_tokens_phrase(alignment.matching_state_mask)}"
     matching_state_indices = np.flatnonzero(alignment.matching_state_mask)
     first_token_index, last_token_index = (
         matching_state_indices[[0, -1]] + alignment.token_offset
     ).tolist()
-    row_in_words = "" if is_same_row else f" of row {alignment.row_number}"
+    row_phrase = "" if is_same_row else f" of row {alignment.row_number}"
     if do_all_states_match and not is_same_row and not alignment.token_offset:
-        return f"the states{row_in_words}{other_hook_in_words}"
-    tokens_in_words = (
+        return f"the states{row_phrase}{other_hook_phrase}"
+    tokens_phrase = (
         f"token {first_token_index}"
         if first_token_index == last_token_index
         else f"tokens {first_token_index} to {last_token_index}"
     )
-    states_in_words = (
-        "" if do_all_states_match else f" in {_tokens_in_words(alignment.matching_state_mask)}"
+    states_phrase = (
+        "" if do_all_states_match else f" in {_tokens_phrase(alignment.matching_state_mask)}"
     )
-    row_in_words = row_in_words or " of the same row"
-    return f"the states of {tokens_in_words}{row_in_words}{states_in_words}{other_hook_in_words}"
+    row_phrase = row_phrase or " of the same row"
+    return f"the states of {tokens_phrase}{row_phrase}{states_phrase}{other_hook_phrase}"
 
 
-def _tokens_in_words(token_mask: np.ndarray) -> str:
+def _tokens_phrase(token_mask: np.ndarray) -> str:
     """Returns a phrase that names some tokens, such as "tokens 0 to 11" or "3 of tokens 0 to 11".
 
     Args:
@@ -901,11 +901,11 @@ def _tokens_in_words(token_mask: np.ndarray) -> str:
     first_token_index, last_token_index = token_indices[[0, -1]].tolist()
     if len(token_indices) == 1:
         return f"token {first_token_index}"
-    span_in_words = f"tokens {first_token_index} to {last_token_index}"
+    span_phrase = f"tokens {first_token_index} to {last_token_index}"
     return (
-        span_in_words
+        span_phrase
         if len(token_indices) == last_token_index - first_token_index + 1
-        else f"{len(token_indices)} of {span_in_words}"
+        else f"{len(token_indices)} of {span_phrase}"
     )
 
 

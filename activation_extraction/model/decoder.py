@@ -387,12 +387,12 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         f"{len([*consecutive_equal_types])} {layer_type}"
         for layer_type, consecutive_equal_types in groupby(types)
     ]
-    layer_types_in_words = ", ".join(type_count_texts[:6]) + (
+    layer_types_phrase = ", ".join(type_count_texts[:6]) + (
         ", ..." if len(type_count_texts) > 6 else ""
     )
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
-        f"to {layer_count - 1} are {layer_types_in_words}; choose another number of stages, or a "
+        f"to {layer_count - 1} are {layer_types_phrase}; choose another number of stages, or a "
         "mesh without the axis pipeline"
     )
 

@@ -111,21 +111,21 @@ class Encoder:
             "reconstructs": self.target_hook.name,
         }
 
-    def in_words(self, dtype: Any) -> str:
+    def description(self, dtype: Any) -> str:
         """Returns a text for the log that tells how many features and bytes are stored per token.
 
         Args:
             dtype: The dtype in which the run stores activations, and so the values of features.
         """
         keeps_all_active_features = self.max_codes == self.autoencoder.k
-        codes_per_token_in_words = (
+        codes_per_token_phrase = (
             f"each token has {self.max_codes}"
             if keeps_all_active_features
             else f"a token has at most {self.max_codes}"
         )
         codes_bytes_per_token = code_bytes(self.max_codes, dtype)
         return (
-            f"{self.hook.name}: {codes_per_token_in_words} of "
+            f"{self.hook.name}: {codes_per_token_phrase} of "
             f"{self.autoencoder.features:,} features, {codes_bytes_per_token:,} bytes per token"
         )
 

@@ -47,7 +47,7 @@ class Family(NamedTuple):
     """A supported family of models, which all have the same model_type in config.json.
 
     Attributes:
-        released_models_in_words: Names of the released models, for messages.
+        released_models_phrase: Names of the released models, for messages.
         read_config: Function that returns the ModelConfig. Its arguments are a configuration that
             transformers has completed, and the path of config.json for messages. For a multimodal
             family, the configuration is the configuration of the language model.
@@ -55,7 +55,7 @@ class Family(NamedTuple):
             their language model.
     """
 
-    released_models_in_words: str
+    released_models_phrase: str
     read_config: Callable[[Any, str], ModelConfig]
     is_multimodal: bool = False
 
@@ -115,13 +115,13 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise _unsupported(raw, source)
     family = FAMILIES[model_type]
-    weights_in_words = DEQUANTIZED if float8_format(raw, source) else None
+    weights_phrase = DEQUANTIZED if float8_format(raw, source) else None
     hf_config = complete(raw, source)
     if family.is_multimodal:
         model_config = multimodal_config(family.read_config, hf_config, source)
     else:
         model_config = family.read_config(hf_config, source)
-    return dataclasses.replace(model_config, weights=weights_in_words)
+    return dataclasses.replace(model_config, weights=weights_phrase)
 
 
 def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
@@ -136,7 +136,7 @@ def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
     for model_type, family in FAMILIES.items():
         prefix_if_multimodal = "the text of " if family.is_multimodal else ""
         supported_family_texts.append(
-            f"{model_type} ({prefix_if_multimodal}{family.released_models_in_words})"
+            f"{model_type} ({prefix_if_multimodal}{family.released_models_phrase})"
         )
     return InputError(
         f"{source}: model_type {raw.get('model_type')!r}{vision_note} is not supported; supported "

@@ -102,11 +102,11 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
     except (AttributeError, KeyError, TypeError):
         is_every_config_group_float8 = False
     if not is_every_config_group_float8 or name_of_weight_format not in float8_format_names:
-        quantization_in_words = (
+        quantization_phrase = (
             f"{quant_method}, {name_of_weight_format}" if name_of_weight_format else quant_method
         )
         raise InputError(
-            f"{source}: quantization_config ({quantization_in_words:.80}): quantised checkpoints "
+            f"{source}: quantization_config ({quantization_phrase:.80}): quantised checkpoints "
             "are not supported, but for float8 (fp8, and that of compressed-tensors and modelopt); "
             "use bfloat16"
         )
@@ -265,22 +265,19 @@ class Scales:
         names_of_scales = scale_names(tensor, tensors)
         tensor_dtype_name = DTYPE_NAMES[header_entry.dtype]
         expected_scale_tensor_count = int(header_entry.dtype == VALUE_DTYPE)
-        tensor_in_words = f"{tensor_file.location}: tensor {tensor} is {tensor_dtype_name}"
+        tensor_phrase = f"{tensor_file.location}: tensor {tensor} is {tensor_dtype_name}"
         if expected_scale_tensor_count == 0 and tensor_dtype_name not in FLOAT_TYPES:
             float_types_text = ", ".join(FLOAT_TYPES)
             raise InputError(
-                f"{tensor_in_words}; only {float_types_text} and, beside its scales, F8_E4M3 are "
-                "read"
+                f"{tensor_phrase}; only {float_types_text} and, beside its scales, F8_E4M3 are read"
             )
         zero_point_name = f"{tensor}_zero_point"
         if zero_point_name in tensors:
-            raise InputError(
-                f"{tensor_in_words} and has {zero_point_name}: zero points are not read"
-            )
+            raise InputError(f"{tensor_phrase} and has {zero_point_name}: zero points are not read")
         if len(names_of_scales) != expected_scale_tensor_count:
             scale_names_text = " and ".join(names_of_scales) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
-                f"{tensor_in_words} and has {scale_names_text}, "
+                f"{tensor_phrase} and has {scale_names_text}, "
                 f"expected {expected_scale_tensor_count or 'no'} tensor of scales"
             )
         if not names_of_scales:

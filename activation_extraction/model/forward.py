@@ -31,7 +31,7 @@ from activation_extraction.model.encode import Encoder, Weights, encode
 from activation_extraction.model.hooks import Hook, VectorType
 from activation_extraction.model.host_rows import HostRows
 from activation_extraction.model.kept import KeptTokens, take_kept
-from activation_extraction.model.mesh import Layout, in_words
+from activation_extraction.model.mesh import Layout, shape_phrase
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.trial import Choice
 from activation_extraction.model.weights import (
@@ -398,7 +398,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         model.dtype,
         f" ({model.config.weights})" if model.config.weights else "",
         jax.default_backend(),
-        in_words(layout.shape),
+        shape_phrase(layout.shape),
         f" ({layout.reason_for_mesh})" if layout.reason_for_mesh else "",
     )
     if model.num_stages > 1:

@@ -176,8 +176,8 @@ class LoraAdapter:
                     f"changes {HEAD}, which {base.flag_with_value} has not; give a base that has it"
                 )
                 raise self._error(head_key, error_reason)
-            key_count_in_words = counted(len(unknown_keys), "key")
-            error_reason = f"fits no tensor of the base model ({key_count_in_words} in all)"
+            key_count_phrase = counted(len(unknown_keys), "key")
+            error_reason = f"fits no tensor of the base model ({key_count_phrase} in all)"
             raise self._error(unknown_keys[0], error_reason)
         changed_tensors = {
             *self._replacement_key_by_tensor,

@@ -364,7 +364,7 @@ def _keeps_hosts_together(arranged_devices: np.ndarray) -> bool:
     return len([*groupby(host_numbers_of_devices)]) == len(set(host_numbers_of_devices))
 
 
-def in_words(shape: Mapping[str, int]) -> str:
+def shape_phrase(shape: Mapping[str, int]) -> str:
     """Describes the shape of a mesh for messages, such as `data 4 x fsdp 2`.
 
     Args:

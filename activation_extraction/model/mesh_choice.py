@@ -240,9 +240,9 @@ def cheapest_mesh(
     ]
     if not costs_of_fitting_meshes:
         cost_with_least_memory = min(step_costs, key=lambda cost: cost.memory_bytes)
-        memory_in_words = _memory_in_words(cost_with_least_memory, device_memory_bytes)
+        memory_phrase = _memory_phrase(cost_with_least_memory, device_memory_bytes)
         return MeshChoice(
-            cost_with_least_memory.layout.shape, f"{memory_in_words}; no mesh fits by this estimate"
+            cost_with_least_memory.layout.shape, f"{memory_phrase}; no mesh fits by this estimate"
         )
     shortest_seconds = min(step_cost.seconds for step_cost in costs_of_fitting_meshes)
     similar_costs = [
@@ -336,7 +336,7 @@ def _reason(best_cost: StepCost, device_memory_bytes: float | None) -> str:
         device_memory_bytes: The bytes of memory of each device. None if they are unknown.
     """
     mesh_shape = best_cost.layout.shape
-    reasons_for_mesh = [_memory_in_words(best_cost, device_memory_bytes)]
+    reasons_for_mesh = [_memory_phrase(best_cost, device_memory_bytes)]
     if mesh_shape.keys() == {"data"} and mesh_shape["data"] > 1:
         reasons_for_mesh.append("every device holds all weights and computes its own rows")
     if "fsdp" in mesh_shape:
@@ -354,7 +354,7 @@ def _reason(best_cost: StepCost, device_memory_bytes: float | None) -> str:
     return "; ".join(reasons_for_mesh)
 
 
-def _memory_in_words(cost: StepCost, device_memory_bytes: float | None) -> str:
+def _memory_phrase(cost: StepCost, device_memory_bytes: float | None) -> str:
     memory_limit_text = (
         "" if device_memory_bytes is None else f" of {device_memory_bytes / 1e9:.3g}"
     )

@@ -457,8 +457,8 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     for encoder in forward.encoders:
         autoencoder_name = plain_url(encoder.autoencoder.name)
         hook_name_in_files = encoder.autoencoder.hook_name_in_files or ""
-        codes_in_words = encoder.in_words(forward.model.activation_dtype)
-        log.info("codes of %s: %s", autoencoder_name, codes_in_words)
+        codes_phrase = encoder.description(forward.model.activation_dtype)
+        log.info("codes of %s: %s", autoencoder_name, codes_phrase)
         bytes_per_token_by_hook.pop(encoder.hook.name)
         if layer_in_name(hook_name_in_files) not in ("", str(encoder.source_hook.layer)):
             log.warning(

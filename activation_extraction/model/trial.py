@@ -172,11 +172,11 @@ def choose_kernel(
             reason_for_rejection = f"it fails: {one_line(failure):.300}"
         rejection_reason_by_kernel[kernel_name] = reason_for_rejection
         log.warning("%s: %s is not used: %s", kind, kernel_name, reason_for_rejection)
-    rejection_reasons_in_words = "; ".join(
+    rejection_reasons_phrase = "; ".join(
         f"{kernel_name}: {reason_for_rejection}"
         for kernel_name, reason_for_rejection in rejection_reason_by_kernel.items()
     )
-    raise RunError(f"no kernel for {kind} is right on this device: {rejection_reasons_in_words}")
+    raise RunError(f"no kernel for {kind} is right on this device: {rejection_reasons_phrase}")
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:

@@ -284,8 +284,8 @@ def read_index(path: Path) -> dict[str, str]:
         file_name_by_tensor = dict(json.loads(path.read_bytes())["weight_map"])
         for tensor_name, file_name in file_name_by_tensor.items():
             if type(file_name) is not str or not SHARD_NAME.fullmatch(file_name):
-                index_entry_in_words = f"{ascii(file_name):.80} for {ascii(tensor_name):.80}"
-                raise ValueError(f"weight_map: {index_entry_in_words}, expected a file beside it")
+                index_entry_phrase = f"{ascii(file_name):.80} for {ascii(tensor_name):.80}"
+                raise ValueError(f"weight_map: {index_entry_phrase}, expected a file beside it")
         return file_name_by_tensor
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: not a safetensors index: {error!r}") from error

@@ -228,12 +228,12 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
 
 
 def _shortage_message(
-    rows_in_words: str, needed_bytes: float, memory_owner: str, usable_bytes: float
+    rows_phrase: str, needed_bytes: float, memory_owner: str, usable_bytes: float
 ) -> str:
     """Returns a message if some rows need more memory than a host or a device has; otherwise "".
 
     Args:
-        rows_in_words: The rows that need the memory, in words, such as "4 steps of 8".
+        rows_phrase: The rows that need the memory, in words, such as "4 steps of 8".
         needed_bytes: Bytes of memory that the rows need on each host or device.
         memory_owner: "host" or "device", to which the memory belongs.
         usable_bytes: Bytes of memory that can be used on each host or device.
@@ -241,6 +241,6 @@ def _shortage_message(
     if needed_bytes <= usable_bytes:
         return ""
     return (
-        f"{rows_in_words} would take {needed_bytes / GIGABYTE:.3g} GB of each {memory_owner}, "
+        f"{rows_phrase} would take {needed_bytes / GIGABYTE:.3g} GB of each {memory_owner}, "
         f"where {usable_bytes / GIGABYTE:.3g} GB can be used"
     )

@@ -121,14 +121,14 @@ class DataFiles:
             ):
                 num_added_bytes = data_file.byte_count - recorded_file.bytes
                 if not is_file_unchanged:
-                    sizes_in_words = (
+                    sizes_phrase = (
                         f" ({recorded_file.bytes:,} bytes then, {data_file.byte_count:,} now)"
                         if num_added_bytes
                         else ""
                     )
                     raise InputError(
                         f"--dataset_path: {data_file.url} is not the file that the run began "
-                        f"with{sizes_in_words}; {NEW_RUN_REMEDY}"
+                        f"with{sizes_phrase}; {NEW_RUN_REMEDY}"
                     )
                 if num_added_bytes:
                     num_added_bytes_by_url[data_file.url] = num_added_bytes

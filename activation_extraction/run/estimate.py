@@ -25,7 +25,7 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.model.devices import USABLE, memory_of
 from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.forward import Program, bytes_of_step
-from activation_extraction.model.mesh import in_words
+from activation_extraction.model.mesh import shape_phrase
 from activation_extraction.model.model_setup import StepRequest, build_model, choose_hooks
 from activation_extraction.model.released import released_config
 from activation_extraction.model.repository import Repository, check_adapter, read_json
@@ -266,7 +266,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
             if memory_bytes_from_compiler is not None:
                 fits_in_memory = memory_bytes_from_compiler <= usable_bytes_of_device
         except (InputError, jax.errors.JaxRuntimeError) as error:
-            log.warning("mesh %s: %s", in_words(mesh_layout.shape), one_line(error))
+            log.warning("mesh %s: %s", shape_phrase(mesh_layout.shape), one_line(error))
             fits_in_memory = fits_in_memory and "RESOURCE_EXHAUSTED" not in str(error)
     peak_tokens_per_second = num_rows_of_step * tokens_per_row / step_cost.seconds
     return {
@@ -309,7 +309,7 @@ def bytes_of_compiled_step(run: PlannedRun, request: StepRequest) -> float | Non
     program_to_compile = program_of(
         run, replace(request, devices_of_planned_machine=run.topology.compiler_devices())
     )
-    log.info("compiling the program for the mesh %s", in_words(program_to_compile.layout.shape))
+    log.info("compiling the program for the mesh %s", shape_phrase(program_to_compile.layout.shape))
     return bytes_of_step(program_to_compile)
 
 
@@ -433,24 +433,24 @@ def lines_of(
     """
     topology = run.topology
     rows_per_host, tokens_per_row = run.request.batch_shape
-    chips_and_hosts_in_words = (
+    chips_and_hosts_phrase = (
         f"{counted(topology.num_chips, 'chip')} on {counted(topology.num_hosts, 'host')}"
     )
-    rows_and_tokens_in_words = (
+    rows_and_tokens_phrase = (
         f"{counted(rows_per_host, 'row')} of {counted(tokens_per_row, 'token')}"
     )
     yield (
-        f"{topology.name}: {chips_and_hosts_in_words}, each of which feeds "
-        f"{rows_and_tokens_in_words} per step"
+        f"{topology.name}: {chips_and_hosts_phrase}, each of which feeds "
+        f"{rows_and_tokens_phrase} per step"
     )
     for mesh_estimate in meshes:
-        memory_in_words = f"{three_digits(mesh_estimate['memory_gb'])} GB per device by formula"
+        memory_phrase = f"{three_digits(mesh_estimate['memory_gb'])} GB per device by formula"
         if mesh_estimate["compiled_gb"] is not None:
-            memory_in_words += f", {three_digits(mesh_estimate['compiled_gb'])} GB by the compiler"
-        fit_in_words = "fits" if mesh_estimate["fits"] else "does not fit"
+            memory_phrase += f", {three_digits(mesh_estimate['compiled_gb'])} GB by the compiler"
+        fit_phrase = "fits" if mesh_estimate["fits"] else "does not fit"
         step_milliseconds = three_digits(mesh_estimate["step_ms"])
         yield (
-            f"mesh {in_words(mesh_estimate['shape'])}: {fit_in_words} ({memory_in_words}); "
+            f"mesh {shape_phrase(mesh_estimate['shape'])}: {fit_phrase} ({memory_phrase}); "
             f"{step_milliseconds} ms per step at the chips' peak speed"
         )
     if totals["hours"] is None:
@@ -460,32 +460,32 @@ def lines_of(
         yield f"time: unknown ({reason_for_unknown_time})"
     elif tokens_per_second is not None:
         yield (
-            f"time: {hours_in_words(totals['hours'][0])}, at {tokens_per_second:,.10g} stored "
+            f"time: {hours_phrase(totals['hours'][0])}, at {tokens_per_second:,.10g} stored "
             "tokens per second and host (--tokens_per_second)"
         )
     else:
-        time_in_words = range_in_words(map(hours_in_words, totals["hours"]))
+        time_phrase = range_phrase(map(hours_phrase, totals["hours"]))
         lowest_fraction_of_peak, highest_fraction_of_peak = GUESSED_FRACTIONS
         yield (
-            f"time: {time_in_words}; a guess, which assumes that the fastest mesh above reaches "
+            f"time: {time_phrase}; a guess, which assumes that the fastest mesh above reaches "
             f"{lowest_fraction_of_peak:.0%} to {highest_fraction_of_peak:.0%} of its chips' peak "
             "speed, and that hosts and uploads keep up. To know it, run --max_samples 200 on this "
             "machine and give the tokens/s of its last line, 'time: ...', as --tokens_per_second"
         )
     if totals["terabytes"] is not None:
-        size_in_words = terabytes_in_words(totals["terabytes"])
+        size_phrase = terabytes_phrase(totals["terabytes"])
         yield (
-            f"stored: {size_in_words} before compression, {token_bytes:,} bytes per token; "
-            f"{samples_in_words(run)}"
+            f"stored: {size_phrase} before compression, {token_bytes:,} bytes per token; "
+            f"{samples_phrase(run)}"
         )
     else:
         yield f"stored: {token_bytes:,} bytes per token before compression"
     if totals["dollars"] is not None:
-        prices_in_words = [f"${price:,.2f}" for price in totals["dollars"]]
-        yield f"cost: {range_in_words(prices_in_words)}"
+        prices_phrase = [f"${price:,.2f}" for price in totals["dollars"]]
+        yield f"cost: {range_phrase(prices_phrase)}"
 
 
-def samples_in_words(run: PlannedRun) -> str:
+def samples_phrase(run: PlannedRun) -> str:
     """Returns a clause for the estimate that states the assumed number of tokens of a sample."""
     tokens_per_sample = tokens_of_a_sample(run.request.batch_shape[1])
     return (
@@ -494,7 +494,7 @@ def samples_in_words(run: PlannedRun) -> str:
     )
 
 
-def hours_in_words(hours: float) -> str:
+def hours_phrase(hours: float) -> str:
     """Returns a duration in words, rounded to two significant digits, such as "3.5 hours".
 
     It is in days if it is at least 2 days, otherwise in hours or minutes.
@@ -511,7 +511,7 @@ def hours_in_words(hours: float) -> str:
     return "under a minute"
 
 
-def terabytes_in_words(terabytes: float) -> str:
+def terabytes_phrase(terabytes: float) -> str:
     """Returns a number of bytes in TB, GB or MB, such as "1.25 TB".
 
     Args:
@@ -524,7 +524,7 @@ def terabytes_in_words(terabytes: float) -> str:
     return f"{three_digits(terabytes / 1e-6)} MB"
 
 
-def range_in_words(limits: Iterable[str]) -> str:
+def range_phrase(limits: Iterable[str]) -> str:
     """Returns a range in words, such as "1 hour to 2 hours", or "1 hour" if the limits are equal.
 
     Args:

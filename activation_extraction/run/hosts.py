@@ -325,13 +325,11 @@ def _difference_message(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
             host_numbers_by_content.setdefault(field_content, []).append(host_number)
         if len(host_numbers_by_content) > 1:
             break
-    contents_in_words = [
+    contents_phrase = [
         f"{field_content} on {', '.join(map(str, host_numbers))}"
         for field_content, host_numbers in host_numbers_by_content.items()
     ]
-    return (
-        f"hosts differ in {field_name}: {'; '.join(contents_in_words)}; it must be the same on all"
-    )
+    return f"hosts differ in {field_name}: {'; '.join(contents_phrase)}; it must be the same on all"
 
 
 def _text_or_digest(content: object) -> str:
@@ -413,21 +411,21 @@ class Watchdog:
             if time.monotonic() - self._last_progress_time <= self.max_silent_seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            problem_in_words = (
+            problem_phrase = (
                 "no batch has become ready and no step has finished for "
                 f"{self.max_silent_seconds:g} s"
             )
-            remedy_in_words = "to continue, start the run again without --overwrite"
+            remedy_phrase = "to continue, start the run again without --overwrite"
             # `activity_by_thread_id` tells which rows the threads are working on. Applying a chat
             # template to a row may hang.
-            if activities_in_words := ", ".join(list(activity_by_thread_id.values())):
-                problem_in_words = f"{activities_in_words}: {problem_in_words}"
-                remedy_in_words = (
+            if activities_phrase := ", ".join(list(activity_by_thread_id.values())):
+                problem_phrase = f"{activities_phrase}: {problem_phrase}"
+                remedy_phrase = (
                     "change or leave out the row, or the template, and start anew with --overwrite"
                 )
             _end_process(
-                f"error: {problem_in_words} (--stall_timeout); the stack of every thread is above; "
-                f"committed shards are safe; {remedy_in_words}"
+                f"error: {problem_phrase} (--stall_timeout); the stack of every thread is above; "
+                f"committed shards are safe; {remedy_phrase}"
             )
 
 
@@ -445,7 +443,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
     if not host.is_one_of_several:
         yield
         return
-    abort_reason_in_words = "because another host is gone (or because it crashed itself; see above)"
+    abort_reason_phrase = "because another host is gone (or because it crashed itself; see above)"
     helper_script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
     helper_process = subprocess.Popen(
         [
@@ -453,7 +451,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
             "-S",
             "-c",
             helper_script,
-            f"error: host {host.id} ended {abort_reason_in_words}; {message}\n",
+            f"error: host {host.id} ended {abort_reason_phrase}; {message}\n",
         ],
         stdin=subprocess.PIPE,
         text=True,

@@ -211,13 +211,13 @@ def _check_inputs(
         ]
         flag_name = names_of_set_flags[0] if names_of_set_flags else run_input.flag_names[0]
         flag_value = value_by_flag[flag_name]
-        difference_in_words = "is not the one" if flag_value else "is missing, the one"
-        path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
+        difference_phrase = "is not the one" if flag_value else "is missing, the one"
+        path_phrase = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
         # An adapter may contain a tokenizer and a template, so the message also names the adapter.
         if flag_name in MODEL_FLAGS and "lora" in run_input.path_flags and value_by_flag["lora"]:
-            path_in_words += f" with --lora {plain_url(value_by_flag['lora'])}"
+            path_phrase += f" with --lora {plain_url(value_by_flag['lora'])}"
         raise InputError(
-            f"--{flag_name}{path_in_words}: the {run_input.name_in_messages} {difference_in_words} "
+            f"--{flag_name}{path_phrase}: the {run_input.name_in_messages} {difference_phrase} "
             "that the stored activations came from"
         )
 
@@ -348,8 +348,8 @@ def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dic
     source_files = [*script_paths, *package_folder.rglob("*.py")]
     shared_identity_fields = identity.shared
     for run_input in INPUTS:
-        flags_in_words = " or ".join(f"--{path_flag}" for path_flag in run_input.path_flags)
-        shared_identity_fields[f"{run_input.identity_field} ({flags_in_words})"] = (
+        flags_phrase = " or ".join(f"--{path_flag}" for path_flag in run_input.path_flags)
+        shared_identity_fields[f"{run_input.identity_field} ({flags_phrase})"] = (
             shared_identity_fields.pop(run_input.identity_field)
         )
     return {

@@ -16,7 +16,7 @@ from activation_extraction.model.encode import Encoder
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import gather
 from activation_extraction.run.prepare import Run
-from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
+from activation_extraction.store.statistics_lines import code_lines, code_warnings
 from activation_extraction.store.totals import Totals
 
 ACTIVITIES = ("data", "compute", "copy", "store")  # activities whose times the summary prints
@@ -62,12 +62,12 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     stored_totals = storage.totals
     repair_plan = storage.plan.repair
     if repair_plan is not None:
-        shard_numbers_in_words = (
-            ranges_in_words(sorted(shard_commit.number for shard_commit in storage.new_commits))
+        shard_numbers_phrase = (
+            ranges_phrase(sorted(shard_commit.number for shard_commit in storage.new_commits))
             or "none"
         )
         repair_outcome = "repaired" if complete else "interrupted"
-        say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers_in_words}")
+        say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers_phrase}")
         if complete and repair_plan.gaps:
             if repair_plan.status(stored_totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
@@ -88,8 +88,8 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         f"{stored_totals.bytes / 1e6:,.1f} MB in {run.output_url}"
     )
     if run.text.options.skip_bad_rows:
-        skipped_rows_in_words = counted(stored_totals.skipped_rows, "row")
-        say(f"skipped: {skipped_rows_in_words} that could not be used (--skip_bad_rows)")
+        skipped_rows_phrase = counted(stored_totals.skipped_rows, "row")
+        say(f"skipped: {skipped_rows_phrase} that could not be used (--skip_bad_rows)")
     if stored_totals.empty_rows:
         say(f"empty: {counted(stored_totals.empty_rows, 'row')} without text, which gave no sample")
     if stored_totals.cut_samples:
@@ -104,9 +104,9 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
             limits_that_cut_samples.append("by --max_tokens")
         if run.storage.options.max_samples and splits_documents:
             limits_that_cut_samples.append("by --max_samples")
-        limits_in_words = " or ".join(limits_that_cut_samples)
+        limits_phrase = " or ".join(limits_that_cut_samples)
         say(
-            f"cut: {counted(stored_totals.cut_samples, 'sample')} {limits_in_words}; "
+            f"cut: {counted(stored_totals.cut_samples, 'sample')} {limits_phrase}; "
             f"left out: {counted(stored_totals.cut_tokens, 'token')}"
         )
     if stored_totals.empty_samples:
@@ -114,9 +114,9 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         rule_of_kept_tokens = str(run.text.sample_settings.token_choice)
         if mask_column:
             rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
-        empty_samples_in_words = counted(stored_totals.empty_samples, "sample")
-        say(f"kept nothing: {empty_samples_in_words} ({rule_of_kept_tokens})")
-    for line_about_codes in codes_in_words(stored_totals.statistics):
+        empty_samples_phrase = counted(stored_totals.empty_samples, "sample")
+        say(f"kept nothing: {empty_samples_phrase} ({rule_of_kept_tokens})")
+    for line_about_codes in code_lines(stored_totals.statistics):
         say(line_about_codes)
     for line_about_codes in code_warnings(stored_totals.statistics):
         log.warning("%s", line_about_codes)
@@ -185,15 +185,15 @@ def _shortfall_message(run: Run) -> str:
         for stored_count, limit_of_unit in stored_count_and_limit_by_unit.values()
     ):
         return ""
-    host_in_words = f" of host {run.host.id}" if run.host.is_one_of_several else ""
-    share_in_words = "its share of " if run.host.is_one_of_several else ""
-    shortfalls_in_words = []
+    host_phrase = f" of host {run.host.id}" if run.host.is_one_of_several else ""
+    share_phrase = "its share of " if run.host.is_one_of_several else ""
+    shortfalls_phrase = []
     for unit, (stored_count, limit_of_unit) in stored_count_and_limit_by_unit.items():
-        flag_in_words = f"{share_in_words}--max_{unit}s"
-        shortfalls_in_words.append(
-            f"{stored_count:,} of at most {counted(limit_of_unit, unit)} ({flag_in_words})"
+        flag_phrase = f"{share_phrase}--max_{unit}s"
+        shortfalls_phrase.append(
+            f"{stored_count:,} of at most {counted(limit_of_unit, unit)} ({flag_phrase})"
         )
-    return f"the data{host_in_words} ended after {' and '.join(shortfalls_in_words)}"
+    return f"the data{host_phrase} ended after {' and '.join(shortfalls_phrase)}"
 
 
 def _time_line(run: Run, clock: Clock, num_new_tokens: int) -> str:
@@ -210,17 +210,17 @@ def _time_line(run: Run, clock: Clock, num_new_tokens: int) -> str:
     token_unit = (
         "tokens" if run.text.sample_settings.token_choice.keeps_everything else "kept tokens"
     )
-    times_in_words = ", ".join(
+    times_phrase = ", ".join(
         f"{activity} {clock.seconds_by_activity[activity]:.1f}" for activity in ACTIVITIES
     )
-    waits_in_words = ", ".join(
+    waits_phrase = ", ".join(
         f"{storage_phase} {waited_seconds:.1f}"
         for storage_phase, waited_seconds in run.storage.waited.items()
     )
     return (
         f"time: {elapsed_seconds:.1f} s, {num_new_tokens / elapsed_seconds:,.0f} {token_unit}/s; "
-        f"waiting for {times_in_words} s; of store, until there was room in memory "
-        f"(--waiting_shards_gb): {waits_in_words} s"
+        f"waiting for {times_phrase} s; of store, until there was room in memory "
+        f"(--waiting_shards_gb): {waits_phrase} s"
     )
 
 
@@ -232,10 +232,10 @@ def how_to_continue(num_hosts: int, overwrite: bool) -> str:
         overwrite: Whether --overwrite is set. If so, the advice is to omit this flag, because it
             would delete the stored shards.
     """
-    advice_in_words = "run the same command again"
+    advice_phrase = "run the same command again"
     if num_hosts > 1:
-        advice_in_words = "start all hosts again with the same command"
-    return f"to continue, {advice_in_words}{' without --overwrite' if overwrite else ''}"
+        advice_phrase = "start all hosts again with the same command"
+    return f"to continue, {advice_phrase}{' without --overwrite' if overwrite else ''}"
 
 
 def list_hooks(
@@ -269,8 +269,8 @@ def list_hooks(
         # K stands for the number of a layer.
         displayed_hook_name = hook_kind.name.format("K")
         if "{}" in hook_kind.name and len(hook_layers) != num_layers:
-            displayed_hook_name += f" (K: {ranges_in_words(hook_layers)})"
-        other_names_in_words = ", ".join(
+            displayed_hook_name += f" (K: {ranges_phrase(hook_layers)})"
+        other_names_phrase = ", ".join(
             hook_alias.format("K") for hook_alias in (*hook_kind.aliases, *other_module_names)
         )
         width_dtype_and_bytes_cells = (
@@ -283,7 +283,7 @@ def list_hooks(
                 displayed_hook_name,
                 module_name.format("K"),
                 *width_dtype_and_bytes_cells,
-                other_names_in_words,
+                other_names_phrase,
             )
         )
     column_widths = [max(map(len, table_column)) for table_column in zip(*table_rows, strict=True)]
@@ -306,7 +306,7 @@ def list_hooks(
             size_by_axis_letter, dtype
         ).bytes
         table_lines.append(
-            f"{encoder.in_words(dtype)} (the activations take {activation_bytes_per_token:,})"
+            f"{encoder.description(dtype)} (the activations take {activation_bytes_per_token:,})"
         )
     if model_config.weights:
         table_lines.append(f"the checkpoint has {model_config.weights}")
@@ -319,7 +319,7 @@ def list_hooks(
     return [table_line.rstrip() for table_line in table_lines]
 
 
-def ranges_in_words(numbers: Iterable[int]) -> str:
+def ranges_phrase(numbers: Iterable[int]) -> str:
     """Returns ascending numbers of shards or layers in words.
 
     For example, returns "1-3, 7" for 1, 2, 3 and 7.

@@ -195,10 +195,10 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
     ]
     num_host_chips = usual_chips_per_host if chips_per_host is None else chips_per_host
     if num_host_chips not in possible_chips_per_host:
-        possible_chips_in_words = ", ".join(map(str, possible_chips_per_host)) or "no number"
+        possible_chips_phrase = ", ".join(map(str, possible_chips_per_host)) or "no number"
         raise InputError(
             f"--plan {name} --chips_per_host {num_host_chips}: its chips divide among hosts of "
-            f"{possible_chips_in_words}"
+            f"{possible_chips_phrase}"
         )
     return Topology(topology_name, chip_kind, num_chips // num_host_chips, num_chips)
 

@@ -30,7 +30,7 @@ These modules read a stored run:
     shard_reader.py         reads shards
     shard_check.py          checks shards
     chosen_samples.py       reads single samples, so that they can be computed again
-    statistics_in_words.py  describes statistics in sentences for people
+    statistics_lines.py     describes statistics in sentences for people
 
 These modules access a folder, which is local, in a bucket, or at another URL:
 

@@ -43,8 +43,8 @@ def _without_torch(values: Any) -> Any:
     if torch_module is None or not isinstance(values, torch_module.Tensor):
         return values
     if values.requires_grad or values.device.type != "cpu":
-        problem_in_words = "requires grad" if values.requires_grad else f"is on {values.device}"
-        raise ValueError(f"the tensor {problem_in_words}; give tensor.detach().cpu()")
+        problem_phrase = "requires grad" if values.requires_grad else f"is on {values.device}"
+        raise ValueError(f"the tensor {problem_phrase}; give tensor.detach().cpu()")
     if values.dtype == torch_module.bfloat16:  # NumPy's from_dlpack does not support bfloat16
         return np.from_dlpack(values.view(torch_module.int16)).view(ml_dtypes.bfloat16)
     return np.from_dlpack(values)

@@ -81,14 +81,14 @@ class ChosenSample:
     """A stored sample that is to be recomputed.
 
     Attributes:
-        location_in_words: Path of the shard's file and number of the sample, for messages.
+        location_phrase: Path of the shard's file and number of the sample, for messages.
         tokens: Stored tokens of the sample.
         hooks: Hooks of the run.
         values_of_hooks: Stored values at each hook, in the order of `hooks`. They are in the form
             in which users get them: an array (tokens, width) or `Codes`.
     """
 
-    location_in_words: str
+    location_phrase: str
     tokens: StoredTokens
     hooks: Sequence[StoredHook]
     values_of_hooks: list[Values]
@@ -185,10 +185,8 @@ def read_samples(
             hook.for_user(hook.begin_rows(shard_reader, start_token_index, stop_token_index)())
             for hook in hooks
         ]
-        location_in_words = f"{where}: sample {stored_tokens.sample_idx}"
-        chosen_samples.append(
-            ChosenSample(location_in_words, stored_tokens, hooks, values_of_hooks)
-        )
+        location_phrase = f"{where}: sample {stored_tokens.sample_idx}"
+        chosen_samples.append(ChosenSample(location_phrase, stored_tokens, hooks, values_of_hooks))
     return chosen_samples
 
 

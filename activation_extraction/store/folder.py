@@ -495,15 +495,15 @@ class Folder:
                 if folder_error.is_permanent or self.is_local:
                     raise FolderError(error_message) from error
                 self.num_failed_attempts += 1
-                next_action_in_words = (
+                next_action_phrase = (
                     f"trying again for up to {self.patience_seconds:g} s{self.flag_in_parentheses}"
                 )
                 if once:
-                    next_action_in_words = "looking at what is there now"
+                    next_action_phrase = "looking at what is there now"
                 log_at_level = log.debug if self._is_failing else log.warning
                 shown_failure = f"{folder_error!s:.200}"
                 log_at_level(
-                    "%s: %s failed (%s); %s", self.url, request, shown_failure, next_action_in_words
+                    "%s: %s failed (%s); %s", self.url, request, shown_failure, next_action_phrase
                 )
                 self._is_failing = True
                 if once:

@@ -527,16 +527,16 @@ class LogWriter:
             for file_name, file_facts in commit.files.items():
                 file_entry = entry_by_name.get(file_name)
                 if file_entry is None:
-                    difference_in_words = "is missing"
+                    difference_phrase = "is missing"
                 elif file_entry.byte_count != file_facts.bytes:
-                    difference_in_words = f"has {file_entry.byte_count} bytes"
+                    difference_phrase = f"has {file_entry.byte_count} bytes"
                 elif commit.owner == self.process_id and file_entry.version != file_facts.version:
-                    difference_in_words = "was replaced"
+                    difference_phrase = "was replaced"
                 else:
                     continue
                 self.check()  # another process may be the owner now, and have changed the file
                 raise FolderError(
-                    f"{self.folder.url}/{file_name}: {difference_in_words} although shard "
+                    f"{self.folder.url}/{file_name}: {difference_phrase} although shard "
                     f"{commit.number} is committed"
                 )
 

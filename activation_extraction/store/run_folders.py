@@ -216,9 +216,9 @@ def foreign_folders(log_by_folder_name: Mapping[str, RunLog]) -> Iterator[str]:
         if run_log.identity
     ]
     for name_of_folder, run_log in log_by_folder_name.items():
-        folder_in_words = shown_name(name_of_folder)
+        folder_phrase = shown_name(name_of_folder)
         if name_of_folder not in expected_folder_names:
-            yield f"{folder_in_words}: holds shards that are not part of this run"
+            yield f"{folder_phrase}: holds shards that are not part of this run"
         folder_identity = run_log.identity
         if folder_identity is None:
             continue
@@ -234,7 +234,7 @@ def foreign_folders(log_by_folder_name: Mapping[str, RunLog]) -> Iterator[str]:
         if identity_difference is not None:
             field_name, value_in_folder, value_in_first_folder = identity_difference
             yield (
-                f"{folder_in_words}: belongs to another run: its {field_name} is "
+                f"{folder_phrase}: belongs to another run: its {field_name} is "
                 f"{shown(value_in_folder, value_in_first_folder)}, but "
                 f"{shown(value_in_first_folder, value_in_folder)} in "
                 f"{shown_name(first_folder_name)}"
@@ -242,9 +242,9 @@ def foreign_folders(log_by_folder_name: Mapping[str, RunLog]) -> Iterator[str]:
             continue
         host_count_by_machine[folder_worker.machine_number] = host_count
         if folder_worker.num_hosts != host_count:
-            yield f"{folder_in_words}: belongs to another run: its num_hosts differs"
+            yield f"{folder_phrase}: belongs to another run: its num_hosts differs"
         elif name_of_folder not in ("", expected_folder_name):
-            yield f"{folder_in_words}: holds the shards of {expected_folder_name}"
+            yield f"{folder_phrase}: holds the shards of {expected_folder_name}"
 
 
 def expected_names(log_by_folder_name: Mapping[str, RunLog]) -> list[str]:

@@ -346,7 +346,7 @@ def _check_facts(facts: SampleFacts) -> None:
     Raises:
         StorageError: If a fact is not a JSON value, or a kept column has the name of a fact.
     """
-    sample_in_words = f"sample {facts.sample_idx}"
+    sample_phrase = f"sample {facts.sample_idx}"
     kept_columns = facts.columns
     try:
         # Encoding raises UnicodeEncodeError, a ValueError, if a column's name contains a lone
@@ -355,13 +355,13 @@ def _check_facts(facts: SampleFacts) -> None:
         json.dumps(vars(facts))
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
-            f"{sample_in_words}: its id, row, text preview or columns are no JSON values: "
+            f"{sample_phrase}: its id, row, text preview or columns are no JSON values: "
             f"{one_line(error)}"
         ) from error
     for column_name in SAMPLE_COLUMNS:
         if column_name in kept_columns:
             raise StorageError(
-                f"{sample_in_words}: a column that is kept cannot be called {column_name}"
+                f"{sample_phrase}: a column that is kept cannot be called {column_name}"
             )
 
 

@@ -120,19 +120,19 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
         last_check_time = check_time
         waited_seconds = check_time - start_time
         if silent_seconds >= patience.max_silent_seconds or check_time >= patience.deadline:
-            time_in_words = f"within {waited_seconds:.0f} s"
+            time_phrase = f"within {waited_seconds:.0f} s"
             if silent_seconds:
-                time_in_words = f"for {silent_seconds:.0f} s after the last byte"
-            raise FolderError(f"no answer {time_in_words}", is_permanent=False)
+                time_phrase = f"for {silent_seconds:.0f} s after the last byte"
+            raise FolderError(f"no answer {time_phrase}", is_permanent=False)
         if waited_seconds >= waited_seconds_at_next_log:
             waited_seconds_at_next_log *= 2
-            log_level, state_in_words = STATES[has_unacknowledged_bytes]
+            log_level, state_phrase = STATES[has_unacknowledged_bytes]
             log.log(
                 log_level,
                 "%s has been waiting for %.0f s: %s",
                 name,
                 waited_seconds,
-                state_in_words,
+                state_phrase,
             )
     return write_future.result()
 

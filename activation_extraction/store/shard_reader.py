@@ -239,11 +239,11 @@ class ShardBytes:
         ):
             block_start = blocks.start_offset + block_number * blocks.block_bytes
             first_mib, last_mib = block_start // MIB, (block_start + len(block_content) - 1) // MIB
-            damaged_mib_in_words = (
+            damaged_mib_phrase = (
                 f"MiB {first_mib}" if first_mib == last_mib else f"MiB {first_mib} or {last_mib}"
             )
             raise RunError(
-                f"{self._file_location}: is damaged in {damaged_mib_in_words}: its crc32c is not "
+                f"{self._file_location}: is damaged in {damaged_mib_phrase}: its crc32c is not "
                 "the one in its JSON"
             )
 

@@ -50,10 +50,10 @@ class SourceCheck:
                 shard_numbers = [
                     commit.number for commit in self._commits[self._num_checked_commits :]
                 ]
-                shard_numbers_in_words = ", ".join(map(str, shard_numbers)) or "none"
+                shard_numbers_phrase = ", ".join(map(str, shard_numbers)) or "none"
                 problem_message = (
                     f"{error}; shards committed since it was last seen unchanged: "
-                    f"{shard_numbers_in_words}"
+                    f"{shard_numbers_phrase}"
                 )
                 raise reworded(error, problem_message, StorageError) from error
         self._num_checked_commits = len(self._commits)

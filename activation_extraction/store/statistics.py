@@ -2,7 +2,7 @@
 
 `Sums` contain sums for every dimension of a hook. `Statistics` are a few numbers per hook, which
 the JSON files record. Both can be merged, so that the statistics of samples add up to those of
-shards, hosts and runs. statistics_in_words.py makes lines of text from `Statistics`.
+shards, hosts and runs. statistics_lines.py makes lines of text from `Statistics`.
 
 The sums of all dimensions are too long for JSON. So each shard has a file of sums, such as
 `shard_0001.npz`, which `numpy.savez` has written. Its arrays are named `HOOK/FIELD`, where HOOK is

@@ -457,16 +457,16 @@ class ActivationStorage:
             self._next_sample_number = max(self._next_sample_number, sample_number + 1)
             return
         self._check_takes_samples(sample_number)
-        sample_and_hook_in_words = f"sample {sample_number}, hook {layer_idx!r}"
+        sample_and_hook_phrase = f"sample {sample_number}, hook {layer_idx!r}"
         try:
             activation = copy_array(activation)
             copied_token_ids = None if token_ids is None else copy_as_int32(token_ids)
         except ValueError as error:
-            raise ValueError(f"{sample_and_hook_in_words}: {error}") from error
+            raise ValueError(f"{sample_and_hook_phrase}: {error}") from error
         for activation_problem in self._problems(
             layer_idx, activation, copied_token_ids, sample_number
         ):
-            raise ValueError(f"{sample_and_hook_in_words}: {activation_problem}")
+            raise ValueError(f"{sample_and_hook_phrase}: {activation_problem}")
         if sample_number not in self._incomplete_sample_by_number:
             token_positions = np.arange(len(activation), dtype=np.int32)
             sample_facts = SampleFacts(
@@ -546,8 +546,8 @@ class ActivationStorage:
             incomplete_sample is not None
             and len(incomplete_sample.positions) != activation_shape[0]
         ):
-            expected_count_in_words = counted(len(incomplete_sample.positions), "token")
-            yield f"{activation_shape[0]}, expected {expected_count_in_words} as at other hooks"
+            expected_count_phrase = counted(len(incomplete_sample.positions), "token")
+            yield f"{activation_shape[0]}, expected {expected_count_phrase} as at other hooks"
         if dtype_name not in DTYPES:
             yield f"dtype {dtype_name}, expected one of {', '.join(sorted(DTYPES))}"
         hook = self._hook_by_key[key]

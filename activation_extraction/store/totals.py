@@ -134,5 +134,5 @@ def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> It
     for count_name in COUNTED:
         computed_total = getattr(computed_totals, count_name)
         if metadata[count_name] != computed_total:
-            recorded_count_in_words = counted(metadata[count_name], count_name.removesuffix("s"))
-            yield f"has {recorded_count_in_words}, there are {computed_total}"
+            recorded_count_phrase = counted(metadata[count_name], count_name.removesuffix("s"))
+            yield f"has {recorded_count_phrase}, there are {computed_total}"

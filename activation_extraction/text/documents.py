@@ -51,7 +51,7 @@ class Document:
         doc_id: Id of the row in the data set; None if it has no id.
         stored_position: Position of the row in the form that is stored with the row's samples (see
             `SampleFacts.row`).
-        location_in_words: Position of the row in words, for messages.
+        location_phrase: Position of the row in words, for messages.
         kept_value_by_column: Values that --keep_columns stores with the samples of the row, JSON
             values by column name.
     """
@@ -59,7 +59,7 @@ class Document:
     content: Content
     doc_id: DocId
     stored_position: dict[str, Any]
-    location_in_words: str
+    location_phrase: str
     kept_value_by_column: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -337,11 +337,11 @@ class DocumentStream:
             row_number: The number of the row among all rows of the worker's partitions, counted
                 from 0. Rows of other workers in these partitions count as well.
         """
-        counted_rows_in_words = (
+        counted_rows_phrase = (
             "the data set" if self.worker == Worker() else "the rows that this host reads"
         )
-        location_in_words = f"row {row_number} (from 0) of {counted_rows_in_words}"
-        return hub_row(columns, self._dataset.features, location_in_words, {"row": row_number})
+        location_phrase = f"row {row_number} (from 0) of {counted_rows_phrase}"
+        return hub_row(columns, self._dataset.features, location_phrase, {"row": row_number})
 
     def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
         """Reads the document of a row.
@@ -357,7 +357,7 @@ class DocumentStream:
         """
         row_schema = self._row_schema
         try:
-            with activity(f"{row_schema.activity} {row.location_in_words}"):
+            with activity(f"{row_schema.activity} {row.location_phrase}"):
                 value_by_column = row.read_columns()
                 row_content = row_schema.content_of(value_by_column)
             if row_content is None:
@@ -366,7 +366,7 @@ class DocumentStream:
             kept_value_by_column = row_schema.kept_of(value_by_column)
         # A RecursionError means that the lists in a column are nested too deeply.
         except (UnusableRowError, RecursionError) as error:
-            skip_reason = f"{row.location_in_words}: {error}"
+            skip_reason = f"{row.location_phrase}: {error}"
             if not self.skip_bad_rows:
                 raise unusable_row(skip_reason) from error
             return None, skip_reason
@@ -377,7 +377,7 @@ class DocumentStream:
             stored_position["share"] = self._name_of_partition_subset
         stored_position |= row.stored_position
         return Document(
-            row_content, doc_id, stored_position, row.location_in_words, kept_value_by_column
+            row_content, doc_id, stored_position, row.location_phrase, kept_value_by_column
         ), ""
 
 

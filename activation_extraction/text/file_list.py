@@ -126,13 +126,13 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
     for data_file in files:
         resolved_path = os.path.realpath(data_file.url) if data_file.is_local else data_file.url
         if resolved_path in url_by_resolved_path:
-            other_path_in_words = (
+            other_path_phrase = (
                 f", also as {url_by_resolved_path[resolved_path]}"
                 if url_by_resolved_path[resolved_path] != data_file.url
                 else ""
             )
             raise InputError(
-                f"--dataset_path {data_file.url}: is given twice{other_path_in_words}; each of its "
+                f"--dataset_path {data_file.url}: is given twice{other_path_phrase}; each of its "
                 "rows would be stored twice; leave one of them out, for example with a glob"
             )
         url_by_resolved_path[resolved_path] = data_file.url
@@ -154,8 +154,8 @@ def as_input_errors(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         error_remedy = getattr(error, "remedy", None)
-        error_in_words = f"{one_line(error)}; {error_remedy}" if error_remedy else one_line(error)
-        raise InputError(f"--dataset_path {path}: {error_in_words}") from error
+        error_phrase = f"{one_line(error)}; {error_remedy}" if error_remedy else one_line(error)
+        raise InputError(f"--dataset_path {path}: {error_phrase}") from error
 
 
 def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
@@ -185,7 +185,7 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
         if entry_details["type"] != "directory"
     )
     _refuse_delta_table(path, fs, parent_folder, file_paths)
-    data_paths, left_out_files_in_words = _select_data_files(path, fs, root, file_paths)
+    data_paths, left_out_files_phrase = _select_data_files(path, fs, root, file_paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
     if not data_paths:
@@ -197,18 +197,16 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
             path,
             "has no files that end in",
             entry_details_by_path or [root],
-            left_out_files_in_words,
+            left_out_files_phrase,
         )
-    if left_out_files_in_words:
-        num_files_in_words = counted(len(data_paths), "file")
-        log.warning(
-            "reading %s of %s; left out: %s", num_files_in_words, path, left_out_files_in_words
-        )
+    if left_out_files_phrase:
+        num_files_phrase = counted(len(data_paths), "file")
+        log.warning("reading %s of %s; left out: %s", num_files_phrase, path, left_out_files_phrase)
     return data_paths, parent_folder
 
 
 def _no_data_error(
-    path: str, problem: str, paths: Iterable[str], left_out_files_in_words: str = ""
+    path: str, problem: str, paths: Iterable[str], left_out_files_phrase: str = ""
 ) -> InputError:
     """Returns the error for a source without data files.
 
@@ -217,7 +215,7 @@ def _no_data_error(
         problem: The beginning of the message, such as "does not end in". The list of extensions
             that are read follows it.
         paths: The paths of the files in the source. The message says how they can be converted.
-        left_out_files_in_words: Text with the number of files that were left out for each reason,
+        left_out_files_phrase: Text with the number of files that were left out for each reason,
             such as "2 files (.md)"; "" if no file was left out.
     """
     readable_extensions: list[str] = []
@@ -225,8 +223,8 @@ def _no_data_error(
         readable_extensions += file_kind.extensions
     problem_description = f"{problem} {', '.join(readable_extensions)}"
     problem_description += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
-    if left_out_files_in_words:
-        problem_description += f"; left out: {left_out_files_in_words}"
+    if left_out_files_phrase:
+        problem_description += f"; left out: {left_out_files_phrase}"
     return InputError(f"--dataset_path {path}: {problem_description}{_conversion_advice(paths)}")
 
 
@@ -315,11 +313,11 @@ def _select_data_files(
             f"FOLDER/*{kinds_in_order[-1].extensions[0]}"
         )
     num_files_by_reason = Counter(reason for reason in reason_by_left_out_path.values() if reason)
-    counts_and_reasons_in_words = (
+    counts_and_reasons_phrase = (
         f"{counted(num_files, 'file')} ({reason})"
         for reason, num_files in num_files_by_reason.items()
     )
-    return data_paths, ", ".join(counts_and_reasons_in_words)
+    return data_paths, ", ".join(counts_and_reasons_phrase)
 
 
 def _is_hidden(path: str, root: str) -> bool:

@@ -183,11 +183,11 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
     try:
         for source_row in file.kind.read_rows(file, row_group, schema):
             yield source_row
-            location_of_last_row = source_row.location_in_words
+            location_of_last_row = source_row.location_phrase
     except Exception as error:
-        last_row_in_words = ""
+        last_row_phrase = ""
         if location_of_last_row:
-            last_row_in_words = (
+            last_row_phrase = (
                 f"; the last row before: {location_of_last_row.removeprefix(file.url).lstrip()}"
             )
         error_remedy = getattr(error, "remedy", None)
@@ -203,7 +203,7 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
         does_error_recur = error_remedy is not None and (
             file.is_local or isinstance(error, RunError)
         )
-        error_message = f"{file.url}: {one_line(error)}{last_row_in_words}"
+        error_message = f"{file.url}: {one_line(error)}{last_row_phrase}"
         raise RunError(error_message, remedy=error_remedy, is_recurring=does_error_recur) from error
 
 
@@ -396,8 +396,8 @@ def _numbered_row(
         number: The number of the row in the file, counted from 0.
         read_columns: The function that returns the columns of the row by name.
     """
-    location_in_words = f"{file.url} row {number} (from 0)"
-    return SourceRow(location_in_words, {"file": file.name, "row": number}, read_columns)
+    location_phrase = f"{file.url} row {number} (from 0)"
+    return SourceRow(location_phrase, {"file": file.name, "row": number}, read_columns)
 
 
 # The following functions read the rows of text files, which are JSON or CSV.
@@ -451,10 +451,10 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
                 return
         for line_number, json_line in enumerate(_lines_to_read(json_file, file), start=1):
             if json_line.strip():
-                location_in_words = f"{file.url} line {line_number}"
+                location_phrase = f"{file.url} line {line_number}"
                 stored_position = {"file": file.name, "line": line_number}
                 yield SourceRow(
-                    location_in_words, stored_position, partial(_object_of_line, json_line)
+                    location_phrase, stored_position, partial(_object_of_line, json_line)
                 )
 
 
@@ -643,12 +643,10 @@ def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator
         row_number = 0
         for record_batch in record_batches:
             for row_index_in_batch in range(record_batch.num_rows):
-                location_in_words = (
-                    f"{file.url} row group {row_group} row {row_number} (both from 0)"
-                )
+                location_phrase = f"{file.url} row group {row_group} row {row_number} (both from 0)"
                 stored_position = {"file": file.name, "row_group": row_group, "row": row_number}
                 read_columns = partial(_arrow_columns, record_batch.slice(row_index_in_batch, 1))
-                yield SourceRow(location_in_words, stored_position, read_columns)
+                yield SourceRow(location_phrase, stored_position, read_columns)
                 row_number += 1
 
 

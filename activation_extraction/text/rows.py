@@ -55,14 +55,14 @@ class SourceRow:
     """A row of a file or of a hub data set, whose columns are not decoded yet.
 
     Attributes:
-        location_in_words: Position of the row in words, for messages.
+        location_phrase: Position of the row in words, for messages.
         stored_position: Position of the row in the form that is stored with the row's samples (see
             `SampleFacts.row`).
         read_columns: Function that returns the columns of the row by name, or raises
             UnusableRowError.
     """
 
-    location_in_words: str
+    location_phrase: str
     stored_position: dict[str, Any]
     read_columns: Callable[[], dict[str, Any]]
 

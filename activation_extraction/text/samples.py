@@ -327,7 +327,7 @@ def _tokens_of_rows(
             continue
         tokens_or_problem = next(remaining_tokens_of_contents)
         if isinstance(tokens_or_problem, str):
-            yield f"{row.document.location_in_words}: {tokens_or_problem}"
+            yield f"{row.document.location_phrase}: {tokens_or_problem}"
         else:
             yield tokens_or_problem if len(tokens_or_problem.ids) else None
 

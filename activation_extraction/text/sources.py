@@ -240,11 +240,11 @@ def open_hub_dataset(
     Raises:
         InputError: If the data set cannot be opened. The message contains the hub's reason.
     """
-    hub_dataset_in_words = " ".join(filter(None, (name, config, split)))
+    hub_dataset_phrase = " ".join(filter(None, (name, config, split)))
     try:
         if unreachable_error := hub_unreachable(constants.ENDPOINT):
             raise unreachable_error
-        with hub_requests(f"--dataset_name {hub_dataset_in_words}"), _scratch_cache():
+        with hub_requests(f"--dataset_name {hub_dataset_phrase}"), _scratch_cache():
             dataset_commit = revision or str(HfApi().dataset_info(name).sha)
             dataset_rows = datasets.load_dataset(
                 name, config, split=split, revision=dataset_commit, streaming=True
@@ -256,7 +256,7 @@ def open_hub_dataset(
             failure_reason = (
                 "the hub's name does not resolve: offline? --dataset_path reads local files"
             )
-        raise InputError(f"--dataset_name {hub_dataset_in_words}: {failure_reason}") from error
+        raise InputError(f"--dataset_name {hub_dataset_phrase}: {failure_reason}") from error
 
 
 def hub_row(
@@ -274,8 +274,8 @@ def hub_row(
         position: Position of the row in the form that is stored with the row's samples (see
             `SampleFacts.row`).
     """
-    id_in_words = f", id {columns['id']!r:.80}" if "id" in columns else ""
-    return SourceRow(location + id_in_words, position, partial(as_structs, columns, features))
+    id_phrase = f", id {columns['id']!r:.80}" if "id" in columns else ""
+    return SourceRow(location + id_phrase, position, partial(as_structs, columns, features))
 
 
 @contextmanager
@@ -365,7 +365,7 @@ class ShuffledRows:
                         # Hub data sets yield rows as dicts of their columns, without a position.
                         # The position is added here.
                         row_number_in_partition = block_number * BLOCK_ROWS + index_in_block
-                        location_in_words = (
+                        location_phrase = (
                             f"row {row_number_in_partition} of shard {partition_index} "
                             "(both from 0)"
                         )
@@ -373,7 +373,7 @@ class ShuffledRows:
                         source_row = hub_row(
                             source_row_or_column_dict,
                             partition_rows.features,
-                            location_in_words,
+                            location_phrase,
                             row_position,
                         )
                     yield source_row

@@ -35,14 +35,14 @@ class TokenChoice:
     roles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        choice_in_words = f"positions {self.position_rule}"
+        choice_phrase = f"positions {self.position_rule}"
         if self.roles:
-            choice_in_words += f", of the roles {', '.join(self.roles)}"
+            choice_phrase += f", of the roles {', '.join(self.roles)}"
         if self.dropped_token_ids:
-            choice_in_words += (
+            choice_phrase += (
                 f", without the token ids {', '.join(map(str, self.dropped_token_ids))}"
             )
-        return choice_in_words
+        return choice_phrase
 
     @property
     def keeps_everything(self) -> bool:

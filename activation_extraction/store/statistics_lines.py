@@ -16,7 +16,7 @@ MAX_LISTED_HOOKS = 8
 KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 
 
-def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
+def error_lines(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the encoding errors of each hook that is stored as float8.
 
     The error of a token is relative to the norm of its activation (see `EncodingError`). Only the
@@ -43,11 +43,11 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
             f"{error_of_sinks.mean:.2%}, {error_of_sinks.worst:.2%}"
         )
     if len(errors_by_hook) > MAX_LISTED_HOOKS:
-        unlisted_hooks_in_words = counted(len(errors_by_hook) - MAX_LISTED_HOOKS, "other hook")
-        yield f"the errors of {unlisted_hooks_in_words} are smaller (--json)"
+        unlisted_hooks_phrase = counted(len(errors_by_hook) - MAX_LISTED_HOOKS, "other hook")
+        yield f"the errors of {unlisted_hooks_phrase} are smaller (--json)"
 
 
-def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
+def code_lines(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the codes at each hook that has codes.
 
     The line contains the mean number of features per token, and the fraction of the activations'
@@ -65,16 +65,16 @@ def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
             f"{hook_name}: {code_sums.features / max(code_sums.tokens, 1):.1f} features per token"
         )
         if code_sums.cut:
-            cut_tokens_in_words = counted(code_sums.cut_tokens, "token")
-            codes_line += f", {code_sums.cut:,} cut from {cut_tokens_in_words} (--encode_most)"
-        explained_fractions_in_words = [
+            cut_tokens_phrase = counted(code_sums.cut_tokens, "token")
+            codes_line += f", {code_sums.cut:,} cut from {cut_tokens_phrase} (--encode_most)"
+        explained_fractions_phrase = [
             f"{sums_of_kind.explained:.1%} of {KINDS_OF_TOKENS[token_kind]}"
             for token_kind, sums_of_kind in hook_statistics.codes.items()
             if sums_of_kind.explained >= 0
         ]
-        if explained_fractions_in_words:
+        if explained_fractions_phrase:
             codes_line += "; the share of squared norms that they explain: "
-            codes_line += ", ".join(explained_fractions_in_words)
+            codes_line += ", ".join(explained_fractions_phrase)
         yield codes_line
 
 
