@@ -2,7 +2,7 @@
 
 The server answers as Google Cloud Storage does: it supports listings in pages of 1000 entries,
 HEAD, and GET of ranges with If-Match. The files must not change while they are served. Every answer
-begins after --latency milliseconds, and every connection gets at most --rate MB/s. The server is a
+begins after --latency milliseconds, and every connection is limited to --rate MB/s. The server is a
 separate process with a thread for each connection. Therefore waiting takes no processor time, and
 the kernel sends files from the page cache. The server prints its port. GET /counts returns the
 totals of the server's answers (`Counts`), without latency.
@@ -27,12 +27,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
-# The default of the largest rate of a connection, in MB/s.
+# The default of --rate: the bandwidth limit of each connection, in MB/s.
 RATE = 200.0
 # The number of entries of a listing's page. Google, S3 and Azure use this number.
 PAGE_ENTRIES = 1000
-# The number of bytes that the server sends at a time. It then waits as long as necessary to keep
-# below the largest rate.
+# The number of bytes that the server sends at a time. Before it sends more bytes, it waits as long
+# as the bandwidth limit requires.
 SENT_AT_ONCE = 2**20
 # The modification time of all files, as listings and as headers contain it.
 LISTED_DATE, HEADER_DATE = "2026-01-01T00:00:00.000Z", "Thu, 01 Jan 2026 00:00:00 GMT"
@@ -80,7 +80,7 @@ class Server(socketserver.ThreadingTCPServer):
 
     Attributes:
         latency_seconds: Seconds before each answer begins.
-        bytes_per_second: Largest number of bytes per second of a connection.
+        bytes_per_second: Bandwidth limit of each connection, in bytes per second.
         answer_counts: Totals since the start of the server.
         counts_lock: Lock for changes of `answer_counts`.
         object_by_name: Name of an object -> the object.
@@ -248,7 +248,7 @@ class Connection(socketserver.StreamRequestHandler):
         self.wfile.write(content)
 
     def send_file(self, path: Path, start: int, stop: int) -> None:
-        """Sends a range of the bytes of a file, at the rate of the connection at most.
+        """Sends a range of the bytes of a file, throttled to the bandwidth limit of a connection.
 
         Args:
             path: The path of the file.

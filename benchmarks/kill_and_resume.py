@@ -548,9 +548,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Name of an input -> number of a sample -> sample of an undisturbed run.
         undisturbed_samples_by_input: dict[str, dict[int, Sample]] = {}
 
-        def compare(
-            input_name: str, disturbed_run_sample_by_sample_number: Mapping[int, Sample]
-        ) -> None:
+        def compare(input_name: str, disturbed_sample_by_number: Mapping[int, Sample]) -> None:
             """Checks that a disturbed run has stored the same samples as an undisturbed run.
 
             The processes of the disturbed run were killed or stopped, and the run was continued
@@ -560,8 +558,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             Args:
                 input_name: The name of the input of both runs.
-                disturbed_run_sample_by_sample_number: Number of a sample -> sample of the disturbed
-                    run.
+                disturbed_sample_by_number: Number of a sample -> sample of the disturbed run.
 
             Raises:
                 RuntimeError: If the samples differ by more than rounding explains.
@@ -578,7 +575,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
                 undisturbed_samples_by_input[input_name] = samples_in(output_folder)
             largest_deviation = deviation(
-                disturbed_run_sample_by_sample_number, undisturbed_samples_by_input[input_name]
+                disturbed_sample_by_number, undisturbed_samples_by_input[input_name]
             )
             largest_deviation_by_input[input_name] = max(
                 largest_deviation, largest_deviation_by_input.get(input_name, 0.0)
@@ -588,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{input_name}: values differ by {largest_deviation:.1e} of the RMS"
                 )
             print(
-                f"{input_name}: {len(disturbed_run_sample_by_sample_number)} samples, "
+                f"{input_name}: {len(disturbed_sample_by_number)} samples, "
                 f"within {largest_deviation:.1e} of the RMS",
                 flush=True,
             )
@@ -608,7 +605,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
-            num_killed_processes, disturbed_run_sample_by_sample_number = disturb(
+            num_killed_processes, disturbed_sample_by_number = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_by_input_name[input_name], "--shard_format", shard_format],
                 stores_in_bucket,
@@ -616,11 +613,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(Extraction.kill, kills=num_kills),
             )
             total_num_kills += num_killed_processes
-            compare(input_name, disturbed_run_sample_by_sample_number)
+            compare(input_name, disturbed_sample_by_number)
         for round_number in range(parsed_flags.rounds):
             input_name = list(flags_by_input_name)[round_number % len(flags_by_input_name)]
             num_writers = 2 + round_number % 2
-            event_counts_of_round, disturbed_run_sample_by_sample_number = disturb(
+            event_counts_of_round, disturbed_sample_by_number = disturb(
                 work_folder / f"writers_{round_number}",
                 flags_by_input_name[input_name],
                 True,
@@ -628,7 +625,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(compete, num_writers),
             )
             count_by_event.update(event_counts_of_round)
-            compare(input_name, disturbed_run_sample_by_sample_number)
+            compare(input_name, disturbed_sample_by_number)
     print_result(
         {
             "kills": total_num_kills,

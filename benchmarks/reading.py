@@ -1,30 +1,36 @@
 """Measures how fast a run is read from a bucket: `python -m benchmarks.reading`. It needs PyTorch.
 
-It stores runs in bfloat16 and safetensors, and serves them with bucket_server.py, which limits the
-speed: every answer begins after a latency, and every connection has a largest rate. It prints MB/s
-of activations for these scenarios:
+It stores runs in bfloat16 and safetensors, and serves them with bucket_server.py, which simulates a
+remote bucket: every answer begins after a latency, and the bandwidth of every connection is
+limited. A scenario is a way to read these runs. The benchmark measures these scenarios, and prints
+the MB/s of activations that each scenario reads:
 
 - the only hook of a run, width 3584, shuffled and in order;
 - one of fourteen hooks, width 896, shuffled and in order;
 - the assistant's tokens of conversations, shuffled;
 - two runs of the same data with shards of different sizes, paired and shuffled;
-- the training loop of the README with few features, and its steps alone on data in memory.
+- the training loop of the README for an autoencoder with few features. The training steps are also
+  measured alone, on a batch in memory.
 
-In each round, three simple readers read the bytes of the same hooks before the scenario. They run
-in another process, so that neither process affects the memory of the other:
+At each latency (--latency), every scenario is measured in several rounds (--rounds). Training is
+measured only at 30 ms. In each round, three simple readers read the bytes of the same hooks before
+the scenario. They run in another process, so that neither process affects the memory of the other:
 
 - `bare` reads 32 ranges of at most 8 MiB at a time with obstore, the client that this tool uses,
-  and looks at every byte once. `share` is the scenario's speed divided by the speed of this reader;
+  and accesses every byte once. `share` is the scenario's speed divided by the speed of this reader;
 - `of 16` is like `bare`, but reads 16 ranges of at most 2 MiB at a time;
 - `sockets` receives 32 ranges of at most 8 MiB at a time into reused buffers, which is the least
   possible work.
 
-Every figure describes the second of two passes, and the first round is left out. The reason is that
-a reader allocates its buffer of 256 MiB per hook once. On a virtual machine, this may take longer
-than reading 1 GB, and the runs of this benchmark are hardly larger. The time of opening a run is
-not included; opening.py measures it. Figures are medians over the rounds, and the table also shows
-the smallest and the largest `share`. The last line printed is one JSON object. The runs take 12 GB
-on the disk, and should fit into the page cache.
+In each round, a simple reader or a scenario reads all of its bytes twice, and only the second pass
+is measured. An additional round before the others is not counted. Both exclude the time in which
+memory for buffers is first allocated, up to 256 MiB per hook. On a virtual machine, this may take
+longer than reading 1 GB, so it would change the result: a scenario reads only a few GB or less. The
+time of opening a run is not included; opening.py measures it.
+
+The printed figures are medians over the counted rounds, and the table also shows the smallest and
+the largest `share`. The last line printed is one JSON object. The runs take 12 GB on the disk, and
+should fit into the page cache.
 """
 
 import argparse

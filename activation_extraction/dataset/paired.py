@@ -405,7 +405,7 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
         first_run_block = first_token_source.with_activations(
             first_run_tokens, common_token_indices
         )
-        within_limits_mask = first_token_source.within_limits_mask(first_run_block)
+        within_max_norm_token_mask = first_token_source.within_max_norm_token_mask(first_run_block)
         blocks_of_runs = (
             first_run_block,
             *(
@@ -417,7 +417,10 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
             ),
         )
         return tuple(
-            Block(block_of_run.token_batch, block_of_run.wanted_token_indices[within_limits_mask])
+            Block(
+                block_of_run.token_batch,
+                block_of_run.wanted_token_indices[within_max_norm_token_mask],
+            )
             for block_of_run in blocks_of_runs
         )
 
@@ -435,14 +438,19 @@ def _partners(
     Args:
         first_token_source: TokenSource of the first run.
         other_token_source: TokenSource of the other run.
-        first_run_tokens: Tokens of the first run.
-        sample_pairs: Indices of the samples of these tokens, int64 (2, samples): row 0 contains
-            their indices in the first run, and row 1 contains their indices in the other run.
+        first_run_tokens: Tokens of the first run, without their activations.
+        sample_pairs: Indices of the samples to search for these tokens, int64 (2, samples). Row 0
+            contains the indices of the samples in the first run, and row 1 contains the indices of
+            the same samples in the other run.
 
     Returns:
-        A block of the other run. It has an item in `wanted_token_indices` for each token of
-        `first_run_tokens`: the index in the block's `token_batch` of the same token, or -1 if the
-        other run lacks the token or if the token fails the filters of one of the runs.
+        A `Block`, which consists of a batch of tokens and of indices into this batch.
+            token_batch: Tokens of the other run, with their activations. If none of the tokens is
+                found, a placeholder to which no index refers.
+            wanted_token_indices: For each token of `first_run_tokens`, the index of the same token
+                in `token_batch`. The index is -1 if the other run lacks the token, or if the token
+                fails a filter of one of the runs. Only the filter `max_norm` of the first run is
+                not applied here.
 
     Raises:
         ValueError: If a token has a different id in the other run.
@@ -484,10 +492,14 @@ def _partners(
         partner_block = other_token_source.with_activations(
             other_run_tokens, token_indices_in_other_run[wanted_token_mask]
         )
-        if (within_limits_mask := other_token_source.within_limits_mask(partner_block)).any():
+        if (
+            within_max_norm_token_mask := other_token_source.within_max_norm_token_mask(
+                partner_block
+            )
+        ).any():
             partner_index_of_token[
-                token_indices_in_first_run[wanted_token_mask][within_limits_mask]
-            ] = partner_block.wanted_token_indices[within_limits_mask] + sum(
+                token_indices_in_first_run[wanted_token_mask][within_max_norm_token_mask]
+            ] = partner_block.wanted_token_indices[within_max_norm_token_mask] + sum(
                 map(len, partner_batches)
             )
             partner_batches.append(partner_block.token_batch)

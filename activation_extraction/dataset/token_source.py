@@ -478,13 +478,14 @@ class TokenSource:
                 block = Block(batch, np.arange(len(batch)))
             return (
                 Block(
-                    block.token_batch, block.wanted_token_indices[self.within_limits_mask(block)]
+                    block.token_batch,
+                    block.wanted_token_indices[self.within_max_norm_token_mask(block)],
                 ),
             )
 
         return read
 
-    def within_limits_mask(self, block: Block) -> np.ndarray:
+    def within_max_norm_token_mask(self, block: Block) -> np.ndarray:
         """Returns a mask of the wanted tokens of a block whose norms do not exceed `max_norm`.
 
         Args:
@@ -495,12 +496,12 @@ class TokenSource:
             Whether the norms of each wanted token are within the limits at all hooks, bool
             (wanted tokens,).
         """
-        within_limits_mask_of_block = np.ones(len(block.token_batch), bool)
+        within_max_norm_mask_of_block = np.ones(len(block.token_batch), bool)
         for hook_name, max_norm in self.options.max_norm.items():
-            within_limits_mask_of_block &= (
+            within_max_norm_mask_of_block &= (
                 np.linalg.norm(block.token_batch[hook_name].astype(np.float32), axis=1) <= max_norm
             )
-        return within_limits_mask_of_block[block.wanted_token_indices]
+        return within_max_norm_mask_of_block[block.wanted_token_indices]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
         """Copies some of the wanted tokens of blocks into a new batch, and returns the batch.

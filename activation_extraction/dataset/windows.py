@@ -60,15 +60,17 @@ class Chunk:
 class Position:
     """The position of an iteration over batches.
 
-    Batches are cut from a window, which contains the tokens of consecutive chunks that pass the
-    filters. A window may begin and end within a chunk. All fields are numbers, which a saved state
-    (`Batches.state`) contains under the names of the fields.
+    A chunk is a range of a shard's tokens that is read at once. The tokens that pass the filters
+    are divided into windows, chunk by chunk. All windows but the last have the same number of
+    tokens, so a chunk may be divided between windows. Batches are cut from one window after the
+    other. A saved state (`Batches.state`) contains the fields of a Position under their names.
 
     Attributes:
         window: Number of the window from which the next batch is cut, from 0.
-        chunk: Index of the chunk in which this window begins, in the list of all chunks.
-        row: Number of tokens of this chunk that pass the filters and are in an earlier window.
-        taken: Number of tokens of this window that are in earlier batches.
+        chunk: Index of the first chunk that is read for this window, in the list of all chunks.
+        row: Index of the first token of this chunk that is not in an earlier window. Only tokens
+            that pass the filters are counted.
+        taken: Number of tokens of this window that earlier batches contain.
     """
 
     window: int = 0

@@ -186,16 +186,21 @@ class Capture:
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
         """Makes buffers of zeros, to which layers write the values at the hooks.
 
+        Hooks share a buffer if their values have the same vector type, which is a width and a dtype
+        (see `VectorType`). The first axis of a buffer consists of slots, each with room for the
+        values of one hook.
+
         Args:
-            plans: All plans by which values are written to the buffers. They determine the number
-                of slots (hooks) of each buffer.
-            shape: The shape of the rows that a layer computes: (B, T), or (micro-batches, B, T) in
-                a pipeline.
+            plans: All plans for writing to the buffers. A `Plan` contains the slots to which each
+                layer writes. A buffer gets as many slots as the plans need.
+            shape: The shape of a batch: (B, T), which means B rows of T tokens, or (micro-batches,
+                B, T) in a pipeline.
             stages: The number of pipeline stages; 1 without a pipeline. The buffers of all stages
                 have the same size, with room for the stage with the most hooks.
 
         Returns:
-            Vector type -> the buffer of its hooks (see `Buffers` for the shape).
+            Vector type -> buffer, an array of unsigned integers, (slots, B, T, width). In a
+            pipeline, the shape is (stages, slots, micro-batches, B, T, width).
         """
         slot_count_by_vector_type: dict[VectorType, int] = {}
         for plan in plans:

@@ -115,7 +115,9 @@ def join(options: HostOptions) -> Host:
             # An empty list lets this process use all devices of the node. With None, JAX chooses
             # the devices.
             local_device_ids=[] if is_only_task_on_node else None,
-            # JAX aborts the process after this time, so `connection_timer` must end it earlier.
+            # If the hosts are not connected after this time, JAX aborts the process. It is longer
+            # than the time of `connection_timer`, which ends the process with a message that tells
+            # the user what to check.
             initialization_timeout=connect_timeout + 60,
             heartbeat_timeout_seconds=options.heartbeat_timeout,
         )
@@ -134,7 +136,9 @@ def join(options: HostOptions) -> Host:
         # `count_hosts` raises an error if hosts have different numbers of devices. It is called
         # before anything is gathered, because JAX cannot gather from such hosts.
         count_hosts(all_devices)
-    except InputError:  # all hosts raise it, because every host knows the devices of all hosts
+    except InputError:
+        # Every host knows the devices of all hosts, so this error is raised on all of them.
+        # Therefore all hosts call `leave` together, as they must.
         leave(this_host)
         raise
     return this_host

@@ -35,7 +35,8 @@ from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.shard_reader import expect, read_beside
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 
-TOKENS = "tokens"  # name of the column with the numbers of stored tokens
+# Name of the column that contains, for each sample, how many of its tokens are stored.
+TOKENS = "tokens"
 TO_CONTINUE = ["sample_idx", TOKENS, "row"]  # columns that are read when a run is continued
 FIXED = {"sample_idx": pyarrow.int64(), "tokens": pyarrow.int32(), "cut": pyarrow.int64()}
 JSON = {b"encoding": b"JSON"}  # metadata of a column that contains JSON texts

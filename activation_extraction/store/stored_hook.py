@@ -300,14 +300,18 @@ class StoredHook(ABC):
 
     @abstractmethod
     def record(self, values: Any) -> dict[str, np.ndarray]:
-        """Returns the fields with which a pickle contains the values of one sample at this hook.
+        """Returns the part of a sample's record in a pickle that contains the values at this hook.
 
         Args:
-            values: Values of the sample, as `encode` returns them.
+            values: Values of the sample at this hook, as `encode` returns them.
 
         Returns:
-            A dict of the fields by name, which becomes a part of the sample's record
-            (pickle_file.py).
+            A dict: name of a field of the record -> array. A dense hook has one field with its
+            values, and a hook with codes has a field for each array of its codes. pickle_file.py
+            describes the fields and the rest of the record.
+
+        Raises:
+            ValueError: If the values are stored as float8, which pickles do not support.
         """
 
     # The following members are used to read shards.
@@ -323,7 +327,8 @@ class StoredHook(ABC):
             KeyError: If the record lacks a field.
             TypeError: If a field has a value of another type.
             AttributeError: If a field has a value of another type.
-            ValueError: If the fields are inconsistent.
+            ValueError: If the fields are inconsistent, or if the values are stored as float8,
+                which pickles do not support.
         """
 
     @property

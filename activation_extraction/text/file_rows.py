@@ -43,7 +43,9 @@ REPLACE_ADVICE = (
 )
 CUT_ROW_WARNING = "%s: its last row is not read: it was not complete when the run began"
 
-# Exceptions that damaged files raise. Decompressors also raise OSErrors without an errno.
+# Exceptions that readers raise for damaged files. Decompressors also raise OSError for a damaged
+# file, but OSError is not listed, because it may have other causes, such as a failure of the
+# network. `file_rows` recognises the OSErrors of decompressors, because they have no errno.
 DAMAGE_ERRORS: tuple[Any, ...] = (
     EOFError,
     UnicodeError,

@@ -141,11 +141,15 @@ def tokenise(
 ) -> list[Tokens | str]:
     """Turns the contents of documents into tokens, without adding special tokens.
 
+    If `max_tokens` is None, the tokens of texts get `start_offsets`. Otherwise, the offsets are
+    computed only if one of the documents is a conversation, because the roles of tokens depend on
+    them. Computing them makes tokenising slower.
+
     Args:
         tokenizer: The tokenizer; None if all contents are token ids.
         contents: The content of each document.
-        max_tokens: The number of tokens to return of each document, from its beginning. None to
-            return all tokens, with the offsets at which they begin in the text.
+        max_tokens: The largest number of tokens to return of each text, from its beginning. None to
+            return all tokens. Contents that are token ids are always returned whole.
         cuts: A pattern with a match of length 0 at each position where a long text may be cut into
             sections, from `safe_cuts`; None if texts must not be cut.
 
@@ -181,12 +185,13 @@ def _tokenise_all(
     Args:
         tokenizer: The tokenizer.
         contents: The contents of the documents, which are texts.
-        max_tokens: The number of tokens to return of each document, from its beginning. None to
-            return all tokens, with the offsets at which they begin in the text.
+        max_tokens: The largest number of tokens to return of each document, from its beginning.
+            None to return all tokens.
         cuts: A pattern of the positions where a text may be cut; None if texts must not be cut.
 
     Returns:
-        The tokens of each document.
+        The tokens of each document. They have `start_offsets` if `max_tokens` is None, or if any of
+        the documents is a conversation with roles (`Content.spans`).
 
     Raises:
         BaseException: If the tokenizer fails on a text. The exception may be of any type.
@@ -231,7 +236,8 @@ def _tokens_of_sections(
         sections: The slice of the document's text for each section.
         encodings: The tokenizer's results for the sections of this document and of the documents
             after it. One result is taken from the iterator for each section of this document.
-        max_tokens: The number of tokens to return, from the beginning; None to return all tokens.
+        max_tokens: The largest number of tokens to return, from the beginning; None to return all
+            tokens.
         with_offsets: Whether `encodings` contain the offsets of tokens in their section. If not,
             the returned tokens have no offsets and no labels.
     """
