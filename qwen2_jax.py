@@ -582,20 +582,24 @@ def _weight_spec(
 def _tensors_by_parameter(
     config: ModelConfig, has_fused_experts: bool
 ) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the checkpoint tensor of each parameter whose name differs from its tensor's name.
+    """Returns the checkpoint tensors of the parameters that have no tensor of their own name.
 
-    A parameter that is missing from the result has the name of its tensor, and it is the whole
-    tensor. The result is for delta nets whose projections are not interleaved;
-    `_interleaved_tensors` returns the tensors of interleaved projections.
+    If a parameter is missing from the result, the checkpoint contains a tensor with the same name,
+    and the parameter is this whole tensor.
+
+    The checkpoint of a model with gated delta nets may store the rows of several projections
+    interleaved, key head by key head. `_interleaved_tensors` returns the tensors of these
+    projections. They replace the tensors that this function returns for the same parameters.
 
     Args:
         config: The configuration of the model.
-        has_fused_experts: Whether one tensor contains all experts of a layer.
+        has_fused_experts: Whether each tensor of experts contains all experts of a layer. If not,
+            each expert has tensors of its own.
 
     Returns:
         A dict: name of the parameter in its layer -> (name of the tensor in the layer, the slice of
-        the tensor). The slice is None for a whole tensor. If each expert has a tensor, "{}" stands
-        for the number of the expert.
+        the tensor that becomes the parameter). The slice is None for a whole tensor. If each expert
+        has tensors of its own, "{}" in the name of the tensor stands for the number of the expert.
     """
     tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
@@ -671,9 +675,9 @@ def _interleaved_tensors(
         full_tensor_name = f"linear_attn.{tensor_name}.weight"
         rows_per_key_head = sum(row_count_by_projection_letter.values())
         first_row_index_of_projection = 0
-        # A quantised version of a model with fused projections may contain a separate tensor for
-        # each projection, as the checkpoints of Qwen3.5 do. In this case, each parameter is read
-        # from its own tensor.
+        # A quantised version of a model with interleaved projections may contain other tensors, as
+        # the checkpoints of Qwen3.5 do: in_proj_qkv and in_proj_z, or in_proj_b and in_proj_a. In
+        # this case, the parameters are read from these tensors (see `_tensors_by_parameter`).
         if not tensors or any(
             stored_tensor_name.endswith(full_tensor_name) for stored_tensor_name in tensors
         ):

@@ -32,17 +32,19 @@ from activation_extraction.store.shard_reader import MAX_REQUESTS
 # Number of the worker and number of workers, for a process that is not a worker of a DataLoader.
 # Such a process reads all of its data, as the only worker of a DataLoader would.
 ONLY_WORKER = 0, 1
-# Largest number of bytes in a chunk, which is read at once. In a local run, this limit applies to
-# all hooks together. In a bucket, each hook is a request of its own. If tokens are shuffled, the
-# limit then applies to each hook alone. If they stay in order, MAX_ORDERED_READ_BYTES applies
-# instead.
+# Largest size of a chunk in bytes. A chunk is read at once.
+#   - If all runs are local, this is the limit for all hooks together.
+#   - If a run is in a bucket and tokens are shuffled, this is the limit for the average size of a
+#     hook, because each hook is a request of its own.
+#   - If a run is in a bucket and tokens stay in order, MAX_ORDERED_READ_BYTES is the limit instead.
 MAX_READ_BYTES = 8 * 2**20
 # Smallest number of bytes of each hook in a chunk of a run in a bucket. Blocks of up to a MiB can
 # only be read whole, so most bytes that are read for a smaller chunk would belong to other chunks.
 MIN_READ_BYTES = 2 * 2**20
-# Largest number of bytes of each hook in a chunk, if a run is in a bucket and tokens stay in order.
-# It is larger than MAX_READ_BYTES, because each chunk also needs requests for its token ids and
-# positions, so larger chunks need fewer requests. Shuffling needs many small chunks.
+# Largest number of bytes of a hook in a chunk (on average over the hooks), if a run is in a bucket
+# and tokens stay in order. It is larger than MAX_READ_BYTES, because each chunk also needs requests
+# for its token ids and positions, so larger chunks need fewer requests. Shuffling needs many small
+# chunks.
 MAX_ORDERED_READ_BYTES = 14 * 2**20
 # Smallest number of chunks for which the read-ahead buffer has room if tokens are shuffled, so that
 # tokens from many parts of the data mix.

@@ -448,14 +448,18 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
-    """Returns a message if the files contain their layers in a wrong order, otherwise "".
+    """Returns a message if the files store the states of the model's hooks in a wrong order.
 
-    The order is right if the model computes the states of each layer after the states of the layer
-    before it.
+    A file contains the hidden states at several hooks, one after the other. They are in the right
+    order if the model computes the hooks in the same order, and no states are stored twice.
 
     Args:
-        hooks: For each layer of the files, the hook whose states it should contain. Hooks that are
-            only a guess (`is_certain` is False) are ignored.
+        hooks: The hooks whose states the files contain, in the order in which each file stores
+            them. Hooks that are only a guess (`is_certain` is False) are ignored.
+
+    Returns:
+        The message, which lists the names of the hooks in the order of the files. An empty string
+        if the order is right.
     """
     certain_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_certain]
     order_keys = [_order_key(hook_name) for hook_name in certain_hook_names]

@@ -291,26 +291,34 @@ class Decoder:
         params: Any,
         has_window: Any,
         keep: KeepArrays,
-        in_place: Mapping[ParamPath, tuple[Array, Array]],
+        stack_and_index_by_path: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
         """Binds the parameters of a layer, and returns the layer as a function of its inputs.
 
-        The inputs are x, the residual stream before the layer, (B, T, D), `cos_and_sin`, the
-        cosines and sines of the rotary embedding (from `layers.rotary_table`), and the segment of
-        each token, (B, T) int32.
+        Most parameters are passed to this function as arrays of a single layer. Large parameters
+        such as the weights of experts are not copied. Instead, the layer reads them from their
+        stacks, which are the arrays with the parameters of all layers of the same type.
 
         Args:
             layer_type: The type of the layer.
-            params: The parameters of the layer, except parameters that are read in place.
+            params: The parameters of the layer, as a nested dict without the parameters that the
+                layer reads from stacks.
             has_window: Whether the layer's attention has a sliding window, () bool; None in a model
                 without windows.
-            keep: A function that maps the intermediates of the layer to the arrays to return.
-            in_place: Path of a parameter that is read in place -> (its stack for all layers of the
-                type, the index of the layer on the first axis of this stack).
+            keep: A function that maps the intermediates of the layer, by name, to a pytree of the
+                arrays to keep.
+            stack_and_index_by_path: The parameters that the layer reads from stacks, as a dict:
+                path of a parameter -> (its stack, the index of the layer in this stack).
 
         Returns:
-            A function that maps (x, cos_and_sin, segment_ids) to the residual stream after the
-            layer and the result of `keep`.
+            A function with these arguments:
+                x: The residual stream before the layer, (B, T, D).
+                cos_and_sin: The cosines and sines of the rotary embedding (from
+                    `layers.rotary_table`).
+                segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+            It returns a tuple of:
+                The residual stream after the layer, (B, T, D).
+                The result of `keep`.
         """
         layer_module = self.module_by_type[layer_type]
         parameter_box_by_path = self.parameters(layer_type)
@@ -322,7 +330,7 @@ class Decoder:
         }
         flax_variables = {
             "params": unflatten_dict(gathered_weight_by_path),
-            STACKS: unflatten_dict(in_place),
+            STACKS: unflatten_dict(stack_and_index_by_path),
         }
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
@@ -443,11 +451,12 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     the layer returns besides.
 
     Args:
-        layer: A function that maps (x, cos_and_sin, segment_ids) to the residual stream after the
-            layer and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16. x is the
-            residual stream before the layer, (B, T, D), `cos_and_sin` the cosines and sines of the
-            rotary embedding (from `layers.rotary_table`), and `segment_ids` the segment of each
-            token, (B, T) int32.
+        layer: A function that computes a layer. It returns the residual stream after the layer, and
+            a pytree of arrays (B, T, ...), none of which is bfloat16 or float16. Its arguments are:
+                x: The residual stream before the layer, (B, T, D).
+                cos_and_sin: The cosines and sines of the rotary embedding (from
+                    `layers.rotary_table`).
+                segment_ids: The segment of each token, (B, T) int32; 0 for padding.
         module: The module of the layer, whose mesh and dtype are used.
 
     Returns:

@@ -336,11 +336,13 @@ def _in_chunks(x: Array) -> Array:
 class _Chunks(NamedTuple):
     """The arrays of all chunks, from which a loop computes the state S and the outputs.
 
-    Each token of a chunk adds the outer product of its key and its update vector to S. The update
-    vectors are linear functions of the state S before the chunk.
+    The gated delta rule keeps a matrix S (D, U) for each value head. Each token of a chunk adds the
+    outer product of its key and its update vector to S. The update vectors are affine functions of
+    the state S before the chunk.
 
-    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
-    J), D key size, U value size.
+    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk, D key size,
+    U value size. The letters I and J also stand for the tokens of a chunk, in an array with an
+    entry for each pair of tokens.
 
     Attributes:
         update_vectors_from_zero_state: The update vectors that tokens would have if S were zero
@@ -368,20 +370,22 @@ def _prepare(
 ) -> _Chunks:
     """Computes, for all chunks at once, the arrays that do not depend on the state S.
 
-    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
-    J), D key size, U value size.
+    The gated delta rule keeps a matrix S (D, U) for each value head, which every token changes.
+
+    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk, D key size,
+    U value size.
 
     Args:
-        q: The normalised queries, (N, B, K, C, D).
+        q: The normalised queries, multiplied by D ** -0.5, (N, B, K, C, D).
         k: The normalised keys, (N, B, K, C, D).
         v: The values, (N, B, K, G, C, U).
         log_decay: The logarithm of the factor by which S decays at each token,
             (N, B, K, G, C, 1).
         beta: The rate with which each token changes S, (N, B, K, G, C, 1).
-        segments: The segment of each token, (N, B, C, 1).
+        segments: The segment of each token, (N, B, C, 1) int32; 0 for padding.
 
     Returns:
-        The arrays of all chunks.
+        The fields of `_Chunks`, each an array whose first axis has the N chunks.
     """
     decay_between_tokens, decay_since_chunk_begin = _decays(log_decay, segments)
     key_key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
@@ -447,21 +451,24 @@ def _inverse(matrices: Array) -> Array:
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     """Returns the decay of the state S between tokens of a chunk, and since the chunk's beginning.
 
-    The function only adds log decays, which all have the same sign. So a token that erases S, with
-    a very negative log decay, does not harm the precision of the decays of later tokens.
+    The gated delta rule keeps a matrix S for each value head, which decays at every token. The
+    function only adds log decays, which all have the same sign. So a token that erases S, with a
+    very negative log decay, does not harm the precision of the decays of later tokens.
 
-    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
-    J).
+    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk. The letters
+    I and J also stand for the tokens of a chunk, in arrays with an entry for each pair of tokens.
 
     Args:
-        log_decay: The log decays, (N, B, K, G, C, 1).
-        segments: The segment ids, (N, B, C, 1).
+        log_decay: The logarithm of the factor by which S decays at each token,
+            (N, B, K, G, C, 1) float32, at most 0.
+        segments: The segment of each token, (N, B, C, 1) int32; 0 for padding.
 
     Returns:
-        The fraction of token J's addition to S that is left at token I, (N, B, K, G, I, J). It is 0
-        if the tokens belong to different segments, or J comes after I.
-        The fraction of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is 0
-        if the token's segment begins in the chunk.
+        A tuple of:
+            The fraction of token J's addition to S that is left at token I, (N, B, K, G, I, J). It
+                is 0 if the tokens belong to different segments, or J comes after I.
+            The fraction of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is
+                0 if the token's segment begins in the chunk.
     """
     segment_of_token = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
     # The segment of the last token of each chunk, without the last chunk of a row.
@@ -488,6 +495,8 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
     """Computes one chunk: the state S after it, and the outputs of its tokens.
 
+    The gated delta rule keeps a matrix S (D, U) for each value head, which every token changes.
+
     Letters: K key heads, G value heads of each key head, C tokens of a chunk, D key size, U value
     size.
 
@@ -496,8 +505,9 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         chunk: The arrays of this chunk, which lack the axis N of chunks.
 
     Returns:
-        S after the chunk, (B, K, G, D, U).
-        The outputs of the chunk's tokens, (B, K, G, C, U).
+        A tuple of:
+            S after the chunk, (B, K, G, D, U).
+            The outputs of the chunk's tokens, (B, K, G, C, U).
     """
     products_with_state = einsum("BKGCD,BKGDU->BKGCU", chunk.rows_to_multiply_by_state, state)
     corrections_of_update_vectors, outputs_from_state = jnp.split(products_with_state, 2, axis=3)

@@ -161,11 +161,11 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     row_count = chosen_experts.size
     experts_per_token = chosen_experts.shape[1]
     rows_per_token_group = TOKENS * experts_per_token
+    flat_chosen_experts = chosen_experts.reshape(-1)
+    local_expert_mask = (flat_chosen_experts >= 0) & (flat_chosen_experts < expert_count)
     # The number of each row's expert; `expert_count` for rows that are not computed, because this
     # device has no expert with their number.
-    expert_numbers_of_rows = chosen_experts.reshape(-1)
-    local_expert_mask = (expert_numbers_of_rows >= 0) & (expert_numbers_of_rows < expert_count)
-    expert_numbers_of_rows = jnp.where(local_expert_mask, expert_numbers_of_rows, expert_count)
+    expert_numbers_of_rows = jnp.where(local_expert_mask, flat_chosen_experts, expert_count)
     expert_numbers = jnp.arange(expert_count)
     row_indices_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
@@ -177,26 +177,30 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     expert_numbers_of_padding_rows = jnp.where(
         needed_padding_row_mask, expert_numbers[:, None], expert_count
     ).reshape(-1)
+    # More rows of padding, which belong to no expert, make the number of all rows a multiple of
+    # ROWS.
     pad_widths_to_whole_tiles = 0, -row_count % ROWS
-    expert_numbers_of_padding_rows = jnp.pad(
+    expert_numbers_of_all_padding_rows = jnp.pad(
         expert_numbers_of_padding_rows, pad_widths_to_whole_tiles, constant_values=expert_count
     )
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
     expert_sort_keys = jnp.concatenate(
-        [2 * expert_numbers_of_rows, 2 * expert_numbers_of_padding_rows + 1]
+        [2 * expert_numbers_of_rows, 2 * expert_numbers_of_all_padding_rows + 1]
     )
     row_numbers = jnp.arange(expert_sort_keys.size)
-    routing_weights = jnp.pad(routing_weights.reshape(-1), (0, expert_numbers_of_padding_rows.size))
-    sort_operands = expert_sort_keys, row_numbers, routing_weights
-    expert_sort_keys, row_numbers_in_expert_order, routing_weights = lax.sort(
-        sort_operands, num_keys=1, is_stable=False
+    padded_routing_weights = jnp.pad(
+        routing_weights.reshape(-1), (0, expert_numbers_of_all_padding_rows.size)
+    )
+    sort_operands = expert_sort_keys, row_numbers, padded_routing_weights
+    sorted_expert_sort_keys, row_numbers_in_expert_order, routing_weights_in_expert_order = (
+        lax.sort(sort_operands, num_keys=1, is_stable=False)
     )
     fetched_row_mask = (row_numbers_in_expert_order < row_count) & (
-        expert_sort_keys < 2 * expert_count
+        sorted_expert_sort_keys < 2 * expert_count
     )
     # The index of each row among the rows of its token group.
     row_indices_in_token_group = row_numbers_in_expert_order % rows_per_token_group
-    expert_numbers_of_tiles = expert_sort_keys[::ROWS] // 2
+    expert_numbers_of_tiles = sorted_expert_sort_keys[::ROWS] // 2
     # The second sort orders the rows by token group and then by token. In each token group, the
     # rows that are not fetched come last, because `rows_per_token_group` is added to their keys.
     token_group_sort_keys = (
@@ -233,7 +237,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
         token_numbers_of_rows=jnp.where(
             fetched_row_mask, row_numbers_in_expert_order // experts_per_token, 0
         ).reshape(-1, 1, ROWS),
-        routing_weights_of_rows=routing_weights.reshape(-1, 1, ROWS),
+        routing_weights_of_rows=routing_weights_in_expert_order.reshape(-1, 1, ROWS),
         row_numbers_and_buffer_indices_of_token_groups=jnp.concatenate(
             [fetched_row_numbers, row_indices_in_buffer], axis=1
         ),

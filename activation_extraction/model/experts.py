@@ -278,22 +278,34 @@ def _sum_in_ring(
         ]
         return lax.ppermute(arrays, "expert", sender_receiver_pairs)
 
-    # For each direction around the ring, a list of the token halves that go this way, one for each
-    # part. A token half is a list of three arrays: half of a device's tokens, their routing weights
-    # and their chosen experts.
-    token_halves_of_ring_directions = []
-    for half_slice, ring_shift in half_slices_and_shifts:
-        token_halves_of_parts = [
-            [token_array[half_slice] for token_array in (x, routing_weights, chosen_experts)]
-        ]
+    arrays_to_send = x, routing_weights, chosen_experts
+
+    def collect_halves(half_slice: slice, ring_shift: int) -> list[list[Array]]:
+        """Sends half of each device's tokens around the ring, and collects the arriving halves.
+
+        Args:
+            half_slice: The slice of a device's tokens that is sent.
+            ring_shift: The number of places in the ring by which a transfer moves the tokens; -1 to
+                move them backwards.
+
+        Returns:
+            A list that starts with the half of this device's own tokens, followed by the half that
+            arrives with each transfer. Each half is a list of three arrays: the tokens, their
+            routing weights and their chosen experts.
+        """
+        halves_of_parts = [[token_array[half_slice] for token_array in arrays_to_send]]
         for _ in range(1, device_count):
-            token_halves_of_parts.append(hop(token_halves_of_parts[-1], ring_shift))
-        token_halves_of_ring_directions.append(token_halves_of_parts)
+            halves_of_parts.append(hop(halves_of_parts[-1], ring_shift))
+        return halves_of_parts
+
+    first_halves_of_parts, second_halves_of_parts = (
+        collect_halves(half_slice, ring_shift) for half_slice, ring_shift in half_slices_and_shifts
+    )
     # The token halves in this order: first half of part 0, second half of part 0, first half of
     # part 1, and so on.
     token_halves_in_part_order: list[list[Array]] = []
-    for token_halves_of_part in zip(*token_halves_of_ring_directions, strict=True):
-        token_halves_in_part_order.extend(token_halves_of_part)
+    for halves_of_part in zip(first_halves_of_parts, second_halves_of_parts, strict=True):
+        token_halves_in_part_order.extend(halves_of_part)
     x, routing_weights, chosen_expert_numbers = (
         jnp.concatenate(arrays_of_token_halves)
         for arrays_of_token_halves in zip(*token_halves_in_part_order, strict=True)
@@ -463,7 +475,9 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     row_count = len(x)
     padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first_row_indices_of_experts = jnp.cumsum(row_counts) - row_counts
-    layer_number, *bits_of_stacks = map(to_bits, stacks)
+    weight_bits_of_projections = [
+        to_bits(projection_weights) for projection_weights in (stacks.gate, stacks.up, stacks.down)
+    ]
 
     def compute_tile(
         y: Array, start: Array, gate_weights: Array, up_weights: Array, down_weights: Array
@@ -478,7 +492,8 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
 
     def compute_expert(expert: Array, y: Array) -> Array:
         weights_of_expert = tuple(
-            from_bits(stack[layer_number, expert], x.dtype) for stack in bits_of_stacks
+            from_bits(weight_bits[stacks.layer_number, expert], x.dtype)
+            for weight_bits in weight_bits_of_projections
         )
         tile_count = (row_counts[expert] + TILE - 1) // TILE
 

@@ -303,11 +303,12 @@ class LoraAdapter:
         """Groups the keys of the adapter's tensors by module.
 
         Returns:
-            Path of a module -> the keys of the module, as a dict: suffix -> key. A key is the name
-            of a tensor in the adapter. Its suffix is the part after ".lora_", such as "A.weight";
-            "" if the tensor replaces a whole tensor of the base model. A module with fused experts
-            may occur under two paths, one for each of its two fused tensors: its own path, and this
-            path followed by ".base_layer".
+            Path of a module -> the keys of the module's tensors, as a dict: suffix -> key. A key is
+            the name of a tensor in the adapter. Its suffix is the part after ".lora_", such as
+            "A.weight". If the tensor replaces a whole tensor of the base model, the suffix is "",
+            and the name of the replaced tensor takes the place of the module's path. A module with
+            fused experts may occur under two paths, one for each of its two fused tensors: its own
+            path, and this path followed by ".base_layer".
 
         Raises:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
@@ -331,13 +332,18 @@ class LoraAdapter:
         return key_by_suffix_by_module
 
     def _record_changes(self, path: str, key_by_suffix: Mapping[str, str]) -> list[str]:
-        """Records in this object which tensors of the base model a module of the adapter changes.
+        """Records the changes that a module of the adapter makes to tensors of the base model.
+
+        The changes are stored in attributes of this object, from which `merge` reads them. A tensor
+        of the adapter is stored under a key, which consists of the path of its module, ".lora_" and
+        a suffix such as "A.weight". A tensor that replaces a whole tensor of the base model has a
+        key without ".lora_".
 
         Args:
-            path: The path of the module.
-            key_by_suffix: Suffix of a key -> key, for each tensor of the module. A key is the name
-                of a tensor in the adapter. Its suffix is the part after ".lora_"; "" if the tensor
-                replaces a whole tensor of the base model.
+            path: The path of the module. For a key without ".lora_", the name of the tensor that is
+                replaced.
+            key_by_suffix: The keys of the module's tensors, as a dict: suffix -> key. The suffix of
+                a key without ".lora_" is "".
 
         Returns:
             The keys of the module's tensors that change no tensor of the base model. Empty if there

@@ -121,40 +121,48 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
 
     config = together(host, lambda: with_inputs_of_demo(config, run_folders.folder))
     request = together(host, lambda: step_request(config, model_commit, device_memory_bytes))
-    forward = together(host, lambda: prepare_model(request), step_of)
+    step_program = together(host, lambda: prepare_model(request), step_of)
     earlier_metadata = [metadata for _, metadata in earlier_outputs]
     metadata_facts: dict[str, Any] = {}  # key in metadata.json -> value
     if config.computing_options.batch_size == "auto":
-        forward, metadata_facts["auto_batch_size"] = fit_rows(
-            host, request, forward, earlier_metadata
+        step_program, metadata_facts["auto_batch_size"] = fit_rows(
+            host, request, step_program, earlier_metadata
         )
 
-    vocabulary_size = forward.model.config.vocab_size
+    vocabulary_size = step_program.model.config.vocab_size
     text_pipeline = Text(
         config.text_options,
-        forward.checkpoint,
+        step_program.checkpoint,
         vocabulary_size,
         earlier_metadata,
         source_names,
-        forward.adapter_files,
+        step_program.adapter_files,
     )
     identity = together(
         host,
-        lambda: check_and_identify(config, run_folders, forward, text_pipeline, watchdog),
-        lambda identity: contents_to_compare(forward, text_pipeline, identity),
+        lambda: check_and_identify(config, run_folders, step_program, text_pipeline, watchdog),
+        lambda identity: contents_to_compare(step_program, text_pipeline, identity),
     )
-    metadata_facts = facts_of_run(config, forward, text_pipeline) | metadata_facts
+    metadata_facts = facts_of_run(config, step_program, text_pipeline) | metadata_facts
     storage = together(
         host,
         lambda: plan_storage(
-            config, run_folders, forward, text_pipeline, identity, metadata_facts, watchdog
+            config, run_folders, step_program, text_pipeline, identity, metadata_facts, watchdog
         ),
     )
     batches_to_compute = together(
-        host, lambda: text_pipeline.open(run_folders.worker, forward.batch_shape, storage, watchdog)
+        host,
+        lambda: text_pipeline.open(run_folders.worker, step_program.batch_shape, storage, watchdog),
     )
     prepared_run = Run(
-        config, host, watchdog, run_folders, forward, text_pipeline, storage, batches_to_compute
+        config,
+        host,
+        watchdog,
+        run_folders,
+        step_program,
+        text_pipeline,
+        storage,
+        batches_to_compute,
     )
     log_start(prepared_run)
     return prepared_run

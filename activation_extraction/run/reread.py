@@ -237,13 +237,19 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
 
 
 def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
-    """Returns all token ids of a sample, or a message if they differ from the stored token ids.
+    """Returns all token ids of a sample, or a message if its tokens differ from the stored tokens.
+
+    The ids and positions of tokens are compared. If the sample has more kept tokens than are
+    stored, only its first kept tokens are compared, because --max_tokens may have cut the sample
+    when it was stored.
 
     Args:
-        sample: The sample as it was read again. Unlike the stored sample, it is never cut by
-            --max_tokens.
-        stored: The stored tokens. If --max_tokens had cut the sample, they are only the first of
-            its kept tokens.
+        sample: The sample, made again from the data set without the limit of --max_tokens.
+        stored: The tokens of the same sample that the run has stored.
+
+    Returns:
+        The ids of all tokens of `sample`, int32 (tokens,), also of tokens that are not kept. A
+        message for the user if the compared tokens differ.
     """
     kept_positions = sample.kept_positions[: len(stored.positions)]
     has_same_positions = np.array_equal(kept_positions, stored.positions)

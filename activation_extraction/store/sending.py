@@ -189,12 +189,12 @@ def _sockets_with_unacknowledged_bytes() -> set[str]:
         for table_line in (
             tcp_table_path.read_text().splitlines()[1:] if tcp_table_path.exists() else ()
         ):
-            # The columns are: number, local address, remote address, state, bytes to send and bytes
-            # to read (in hexadecimal digits, "SEND:READ"), four other columns, inode, ...
-            table_columns = table_line.split()
-            connection_state = table_columns[3]
-            num_unacknowledged_bytes = int(table_columns[4].split(":")[0], 16)
-            socket_inode = table_columns[9]
+            # The fields of a line are: number, local address, remote address, state, bytes to send
+            # and bytes to read (in hexadecimal digits, "SEND:READ"), four other fields, inode, ...
+            fields_of_line = table_line.split()
+            connection_state = fields_of_line[3]
+            num_unacknowledged_bytes = int(fields_of_line[4].split(":")[0], 16)
+            socket_inode = fields_of_line[9]
             if connection_state == CONNECTED and num_unacknowledged_bytes:
                 inodes_with_unacknowledged_bytes.add(socket_inode)
     return inodes_with_unacknowledged_bytes

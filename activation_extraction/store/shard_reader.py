@@ -398,18 +398,23 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
 
 
 def _check_json(folder: Folder, commit: Commit, where: str) -> None:
-    """Checks that the JSON of a shard has not changed since it was read.
+    """Checks that the JSON of a shard has not changed since it was first read.
 
-    The JSON of a shard is replaced before its other files. So an unchanged JSON shows that the
-    other files had not been replaced when the JSON was read again.
+    The caller has read the JSON first, and then has opened another file of the shard. This function
+    reads the JSON a second time. When a shard is overwritten or repaired, its JSON is replaced
+    before its other files. So if the JSON is still the same, the other file was opened before it
+    could be replaced, and it belongs to the JSON.
+
+    A JSON that is missing or damaged now is not reported.
 
     Args:
         folder: Folder of the shard.
-        commit: Commit that was read before.
-        where: URL of one of the shard's files, for the message.
+        commit: Content of the JSON when it was first read.
+        where: URL of the other file, for the message.
 
     Raises:
-        RunError: If the shard has another JSON now.
+        RunError: If the JSON has changed.
+        FolderError: If the JSON cannot be read.
     """
     json_content = folder.read(commit.name, max_bytes=MAX_JSON_BYTES)
     with suppress(DamagedError):
