@@ -582,14 +582,13 @@ def _weight_spec(
 def _tensors_by_parameter(
     config: ModelConfig, has_fused_experts: bool
 ) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the checkpoint tensors of the parameters that have no tensor of their own name.
+    """Returns the checkpoint tensors of the layer parameters that have no tensor of the same name.
 
-    If a parameter is missing from the result, the checkpoint contains a tensor with the same name,
-    and the parameter is this whole tensor.
+    A layer parameter that is missing from the result is a whole tensor with the same name.
 
     The checkpoint of a model with gated delta nets may store the rows of several projections
-    interleaved, key head by key head. `_interleaved_tensors` returns the tensors of these
-    projections. They replace the tensors that this function returns for the same parameters.
+    interleaved, key head by key head. This function does not consider interleaved projections.
+    `_interleaved_tensors` returns their tensors, which take precedence over this result.
 
     Args:
         config: The configuration of the model.

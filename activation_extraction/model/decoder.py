@@ -295,9 +295,10 @@ class Decoder:
     ) -> Callable:
         """Binds the parameters of a layer, and returns the layer as a function of its inputs.
 
-        Most parameters are passed to this function as arrays of a single layer. Large parameters
-        such as the weights of experts are not copied. Instead, the layer reads them from their
-        stacks, which are the arrays with the parameters of all layers of the same type.
+        Most parameters are passed to this function as arrays of this layer alone. Some parameters
+        are too large to be copied for each layer, such as the weights of experts (see `_separate`).
+        The layer reads them from their stacks. A stack is the array of a parameter for all layers
+        of the same type.
 
         Args:
             layer_type: The type of the layer.

@@ -335,7 +335,7 @@ class LoraAdapter:
         """Records the changes that a module of the adapter makes to tensors of the base model.
 
         The changes are stored in attributes of this object, from which `merge` reads them. A tensor
-        of the adapter is stored under a key, which consists of the path of its module, ".lora_" and
+        of the adapter is stored under a key, which contains the path of its module, ".lora_" and
         a suffix such as "A.weight". A tensor that replaces a whole tensor of the base model has a
         key without ".lora_".
 
