@@ -602,15 +602,15 @@ def _tensors_by_parameter(
     """
     tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
-        key_row_count = config.delta.key_heads * config.delta.key_size
-        value_row_count = config.sizes["O"]
+        num_key_rows_in_weight = config.delta.key_heads * config.delta.key_size
+        num_value_rows_in_weight = config.sizes["O"]
         for projection_letter, first_row_index_in_tensor in (
             ("q", 0),
-            ("k", key_row_count),
-            ("v", 2 * key_row_count),
+            ("k", num_key_rows_in_weight),
+            ("v", 2 * num_key_rows_in_weight),
         ):
             tensor_slice = TensorSlice(
-                0, first_row_index_in_tensor, 2 * key_row_count + value_row_count
+                0, first_row_index_in_tensor, 2 * num_key_rows_in_weight + num_value_rows_in_weight
             )
             for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
                 full_parameter_name = f"linear_attn.{parameter_name}_{projection_letter}.weight"

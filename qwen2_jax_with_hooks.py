@@ -407,7 +407,7 @@ class HookedModel(nn.Module):
                     token_ids,
                     positions,
                     requested={
-                        prediction_kind.intermediate_path.removeprefix(PREDICTED)
+                        prediction_kind.path_in_intermediates.removeprefix(PREDICTED)
                         for prediction_kind in prediction_kinds
                     },
                     top=max(prediction_kind.width_factor for prediction_kind in prediction_kinds),

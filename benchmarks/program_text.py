@@ -114,7 +114,7 @@ class Move(NamedTuple):
     Attributes:
         kind: Kind of the instruction: "product" (of matrices), "kernel", "collective", "copy" or
             "rest" (see `ProgramText.kind`).
-        name: Name of the instruction.
+        instruction_name: Name of the instruction, with its leading "%".
         source: Name of the operation in JAX (see `Instruction.source`).
         hbm_bytes: Bytes that the instruction reads from HBM and writes to it.
         sent_bytes: Bytes that the instruction sends to other chips.
@@ -127,7 +127,7 @@ class Move(NamedTuple):
     """
 
     kind: str
-    name: str
+    instruction_name: str
     source: str
     hbm_bytes: int
     sent_bytes: int = 0
@@ -465,13 +465,14 @@ class ProgramText:
             The number of bytes. None if the `KernelAccessCounter` function of this object returns
             None for the kernel, which then counts like any other instruction.
         """
-        result_texts_of_operands = [
+        result_shape_texts_of_operands = [
             self.instruction_by_name[operand_name].result for operand_name in kernel.operand_names
         ]
         # An operand or the result of the kernel may be no array, but for example a token of XLA,
         # which determines the order of side effects. ARRAY then matches nothing in its text.
         array_matches_or_none = [
-            ARRAY.search(result_text) for result_text in (*result_texts_of_operands, kernel.result)
+            ARRAY.search(result_shape_text)
+            for result_shape_text in (*result_shape_texts_of_operands, kernel.result)
         ]
         kernel_array_matches = [
             array_match for array_match in array_matches_or_none if array_match is not None
@@ -500,14 +501,20 @@ class ProgramText:
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0
-        result_texts = (
+        result_shape_texts = (
             product.result,
             *(
                 self.instruction_by_name[operand_name].result
                 for operand_name in product.operand_names
             ),
         )
-        return 2 * math.prod(_element_count(result_text) for result_text in result_texts) ** 0.5
+        return (
+            2
+            * math.prod(
+                _element_count(result_shape_text) for result_shape_text in result_shape_texts
+            )
+            ** 0.5
+        )
 
     def _axes(self, collective: Instruction) -> list[str]:
         """Returns the mesh axes along which a collective communicates.

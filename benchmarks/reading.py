@@ -688,9 +688,14 @@ def table_line(latency_ms: float, name: str, figures: dict[str, list[float]]) ->
     """Returns the line of the table for one scenario at one latency.
 
     Args:
-        latency_ms: The latency in milliseconds.
-        name: The name of the scenario.
-        figures: The figures of the scenario, as `summarise` returns them.
+        latency_ms: The time in milliseconds by which the server delays each answer.
+        name: The name of the scenario, such as "one hook of one, shuffled".
+        figures: Name of a figure -> list of its median, its smallest and its largest value over
+            several rounds (see `summarise`).
+
+    Returns:
+        A line of text without a line break. It shows the medians, for the figure "share" also the
+        smallest and the largest value, and ends with the name.
     """
     speed_ratio_text = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
     # `summarise` returns a list for each figure, whose first element is the median.

@@ -242,7 +242,7 @@ class Capture:
         value_bits_of_kinds = []
         for hook_kind in kinds:
             vector_type_of_kind = self.vector_type(hook_kind)
-            x = intermediate(intermediates, hook_kind.intermediate_path)
+            x = intermediate(intermediates, hook_kind.path_in_intermediates)
             if x is None:
                 x = jnp.zeros(
                     (*row_and_token_counts, vector_type_of_kind.width), vector_type_of_kind.dtype

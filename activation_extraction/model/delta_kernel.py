@@ -331,14 +331,17 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     Letters: C tokens of a chunk.
 
     Args:
-        log_decay: The log decays of the tokens of a block of two chunks, (2C, 1).
+        log_decay: The logarithm of the factor by which S decays at each token of a block of two
+            chunks, (2C, 1).
 
     Returns:
         A tuple of:
-            The fraction of token J's change of S that is left at token I of the same chunk, in row
-            I and column J, with the two chunks side by side, (C, 2C). It is 0 if J comes after I.
-            A list of two arrays (C, 1), one for each chunk: the fraction of S before the chunk that
-            is left at each token.
+            An array (C, 2C), which contains a (C, C) matrix for each of the two chunks, side by
+            side. The entry in row I and column J of a matrix is the factor by which S decays after
+            token J until token I of the chunk, including the decay at token I. The entry is 0 if J
+            comes after I.
+            A list of two arrays (C, 1), one for each chunk. Entry I is the factor by which S decays
+            from the beginning of the chunk until token I, including the decay at token I.
     """
     row_indices, column_indices, _ = _indices()
     log_decay = _side_by_side(log_decay)

@@ -301,8 +301,10 @@ def _sum_in_ring(
     first_halves_of_parts, second_halves_of_parts = (
         collect_halves(half_slice, ring_shift) for half_slice, ring_shift in half_slices_and_shifts
     )
-    # The token halves in this order: first half of part 0, second half of part 0, first half of
-    # part 1, and so on.
+    # Two elements for each part of the collected tokens: its first half and its second half. Each
+    # half is a list of three arrays: its tokens, their routing weights and their chosen experts.
+    # The parts are in the order of their numbers, because `jnp.split` below divides the results
+    # into the same parts again.
     token_halves_in_part_order: list[list[Array]] = []
     for halves_of_part in zip(first_halves_of_parts, second_halves_of_parts, strict=True):
         token_halves_in_part_order.extend(halves_of_part)

@@ -42,9 +42,9 @@ from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import HookedModel
 
 Key = int | str  # the key of a hook in the shards, which is its layer or its name
-# The activations of a step. They are a dict: vector type (the width and the dtype of some hooks) ->
-# the stacked activations at these hooks, (hooks of the type, rows of all hosts, T, width). If only
-# some tokens of the batch are kept, they are an object of the class `KeptTokens` instead.
+# The activations of a step. They are a dict: `VectorType`, which is a width and a dtype -> the
+# stacked activations at all hooks with this width and dtype, (hooks, rows of all hosts, T, width).
+# If only some tokens of the batch are kept, they are an object of the class `KeptTokens` instead.
 Activations = dict[VectorType, Array] | KeptTokens
 # A function that computes one step. Its arguments are the batch of this host (None if the host has
 # no rows left), and three truth values of this host, which are called its votes and whose meaning
@@ -140,14 +140,13 @@ class Program:
         """Computes the codes of autoencoders, and selects the arrays of the hooks that are stored.
 
         Args:
-            activations_by_vector_type: Vector type (the width and the dtype of some hooks) -> the
-                activations at the model's hooks of this type, (hooks of the type, rows of all
-                hosts, T, width).
+            activations_by_vector_type: Vector type (a width and a dtype) -> the activations at all
+                hooks of the model with this width and dtype, (hooks, rows of all hosts, T, width).
             weights_of_encoders: The weights of each autoencoder, in the order of `encoders`.
 
         Returns:
-            Vector type -> the activations and codes at the stored hooks of this type, (hooks of the
-            type, rows of all hosts, T, width).
+            Vector type -> the activations and codes at all stored hooks with this width and dtype,
+            (hooks, rows of all hosts, T, width).
         """
         if not self.encoders:
             return activations_by_vector_type
@@ -282,10 +281,11 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
     Returns:
         The compiled program, a function of (params, token ids, segment ids, positions, votes). The
         votes are three truth values of each host, (hosts, 3) int32 (see `StepFunction`). The
-        function returns a tuple of:
-            A dict: vector type (the width and the dtype of some hooks) -> the activations at these
-            hooks, (hooks of the type, rows of all hosts, T, width).
-            For each vote, the number of hosts whose value is 1, (3,) int32.
+        program returns their sums to all hosts, which can then all make the same decision, such as
+        whether to take another step. The function returns a tuple of:
+            A dict: `VectorType`, which is a width and a dtype -> the activations or codes at all
+            stored hooks with this width and dtype, (hooks, rows of all hosts, T, width).
+            For each of the three votes, the number of hosts whose value is 1, (3,) int32.
     """
     model = program.model
     host_row_shardings = program.rows

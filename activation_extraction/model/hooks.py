@@ -51,7 +51,7 @@ from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, S
 HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
 # Value of --activation_type -> the name of its hook, without the prefix of the layer.
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
-# Prefix of `HookKind.intermediate_path` for values that are computed from the logits.
+# Prefix of `HookKind.path_in_intermediates` for values that are computed from the logits.
 PREDICTED = "predicted."
 
 
@@ -86,7 +86,7 @@ class HookKind:
             letters. In addition, S is the number of tokens of a row, and Q the number of heads of
             the query projection, which may contain a gate for each head. The width of the hook is
             the product of these sizes and `width_factor`.
-        intermediate_path: The dotted path of the array to capture among the intermediates of a
+        path_in_intermediates: The dotted path of the array to capture among the intermediates of a
             layer, such as "attn.q": the names of the modules that contain the array, then its own
             name.
         module_names: The names of the same values in Hugging Face: module paths that end in
@@ -104,7 +104,7 @@ class HookKind:
 
     name: str
     axis_letters: str
-    intermediate_path: str
+    path_in_intermediates: str
     module_names: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     is_after_layers: bool = False
@@ -115,7 +115,7 @@ class HookKind:
     @property
     def is_prediction(self) -> bool:
         """Returns whether the values at hooks of this kind are computed from the logits."""
-        return self.intermediate_path.startswith(PREDICTED)
+        return self.path_in_intermediates.startswith(PREDICTED)
 
     @property
     def grows_with_row_length(self) -> bool:
@@ -391,7 +391,7 @@ APART, INTERLEAVED = "apart", "interleaved"
 #   a word for the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,
 #   the canonical name, without the prefix "blocks.{}.",
 #   the letters of the width (see `HookKind.axis_letters`),
-#   the path of the intermediate (see `HookKind.intermediate_path`),
+#   the path of the intermediate (see `HookKind.path_in_intermediates`),
 #   the names in Hugging Face, without the prefix "model.layers.{}.", separated by spaces,
 #   the aliases, without the prefix "blocks.{}.", separated by spaces.
 # fmt: off
@@ -537,7 +537,7 @@ def _kinds(
         word_for_layers,
         kind_name,
         axis_letters,
-        intermediate_path,
+        path_in_intermediates,
         joined_module_names,
         joined_alias_names,
     ) in HOOK_KINDS:
@@ -553,14 +553,14 @@ def _kinds(
             HookKind(
                 f"blocks.{{}}.{kind_name}",
                 axis_letters,
-                intermediate_path,
+                path_in_intermediates,
                 tuple(
                     f"model.layers.{{}}.{module_name}"
                     for module_name in joined_module_names.split()
                 ),
                 tuple(f"blocks.{{}}.{alias_name}" for alias_name in joined_alias_names.split()),
                 type_words=type_words_by_word_for_layers[word_for_layers],
-                dtype=DTYPE_OF_INTERMEDIATE.get(intermediate_path),
+                dtype=DTYPE_OF_INTERMEDIATE.get(path_in_intermediates),
             )
         )
     make_kind_after_layers = partial(HookKind, is_after_layers=True)

@@ -234,24 +234,24 @@ class LoraAdapter:
             it replaces the whole tensor, they have the dtype in the adapter's file. Otherwise they
             are the result of `read_base`.
         """
-        read_unmerged_part = read_base
+        read_base_or_replacement = read_base
         if tensor in self._replacement_key_by_tensor:
-            read_unmerged_part = partial(
+            read_base_or_replacement = partial(
                 self._weights_file.read, self._replacement_key_by_tensor[tensor]
             )
         if tensor in self._bias_key_and_scale_by_tensor:
             bias_key, bias_scale = self._bias_key_and_scale_by_tensor[tensor]
             return (
-                read_unmerged_part(index).astype(np.float32)
+                read_base_or_replacement(index).astype(np.float32)
                 + np.float32(bias_scale) * self._read_factor(bias_key)[index]
             )
         if tensor not in self._changes_by_tensor:
-            return read_unmerged_part(index)
+            return read_base_or_replacement(index)
         magnitude_key = self._magnitude_key_by_tensor.get(tensor)
         column_slice = index[-1]
         if magnitude_key is not None:  # whole rows are read, because their norms are needed
             index = index[0], slice(0, self._shape(tensor)[1])
-        part_values = read_unmerged_part(index).astype(np.float32)
+        part_values = read_base_or_replacement(index).astype(np.float32)
         for tensor_change in self._changes_by_tensor[tensor]:
             self._add(tensor_change, part_values, index)
         if magnitude_key is not None:
@@ -302,13 +302,18 @@ class LoraAdapter:
     def _keys_by_module(self) -> dict[str, dict[str, str]]:
         """Groups the keys of the adapter's tensors by module.
 
+        A key is the name of a tensor in the adapter. It usually consists of the path of a module,
+        ".lora_" and a suffix, such as "A.weight". A module with fused experts contains two fused
+        tensors. If the adapter changes both, the keys for one of them contain the path of the
+        module, and the keys for the other contain this path followed by ".base_layer". They form
+        two groups.
+
+        A key without ".lora_" belongs to a tensor that replaces a whole tensor of the base model.
+        Such a key is a group of its own, with the name of the replaced tensor in place of the path,
+        and with the suffix "".
+
         Returns:
-            Path of a module -> the keys of the module's tensors, as a dict: suffix -> key. A key is
-            the name of a tensor in the adapter. Its suffix is the part after ".lora_", such as
-            "A.weight". If the tensor replaces a whole tensor of the base model, the suffix is "",
-            and the name of the replaced tensor takes the place of the module's path. A module with
-            fused experts may occur under two paths, one for each of its two fused tensors: its own
-            path, and this path followed by ".base_layer".
+            Path of a group -> the keys of the group, as a dict: suffix -> key.
 
         Raises:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a

@@ -46,9 +46,10 @@ EXPERT_SIZES = dict(
 )
 SHARED_WIDTH = "shared_expert_intermediate_size"
 # Field of DeltaNet -> field of config.json, for fields that must be positive integers.
+# "num_value_heads" is no field of DeltaNet: `values_per_key` is computed from it.
 DELTA_SIZES = {
     "key_heads": "linear_num_key_heads",
-    "values_per_key": "linear_num_value_heads",
+    "num_value_heads": "linear_num_value_heads",
     "key_size": "linear_key_head_dim",
     "value_size": "linear_value_head_dim",
     "taps": "linear_conv_kernel_dim",
@@ -723,9 +724,9 @@ def _delta_net_config(hf: Any, source: str, has_interleaved_projections: bool) -
     """
     delta_net_size_by_field = _positive_ints(hf, source, DELTA_SIZES)
     num_key_heads = delta_net_size_by_field["key_heads"]
-    # config.json contains the number of all value heads. It is divided below, because the field
-    # `values_per_key` is the number of value heads of one key head.
-    num_value_heads = delta_net_size_by_field.pop("values_per_key")
+    # The number of value heads of all key heads together. DeltaNet has no such field, but the field
+    # `values_per_key`, the number of value heads of one key head.
+    num_value_heads = delta_net_size_by_field.pop("num_value_heads")
     if num_value_heads % num_key_heads:
         raise InputError(
             f"{source}: linear_num_value_heads {num_value_heads} is not a multiple of "

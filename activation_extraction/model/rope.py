@@ -165,16 +165,18 @@ class Rope:
 def check_rope(section: dict[str, Any], source: str) -> None:
     """Rejects RoPE settings for which transformers gives no clear error.
 
-    This function also deletes the length of the trained context if it is null, because transformers
-    can read a configuration without this field, but not with a null in it.
+    For the RoPE types "llama3" and "yarn" (field rope_type), this function also deletes the field
+    original_max_position_embeddings if it is null, because transformers can read a configuration
+    without this field, but not with a null in it.
 
     Args:
-        section: The contents of config.json, or of its text_config. This dict is changed.
+        section: The contents of config.json, or of its text_config. This dict is changed, and so is
+            the dict in its field rope_scaling or rope_parameters.
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: If the type is not in TYPES, or the length of the trained context is no positive
-            number.
+        InputError: If the RoPE type is neither in TYPES nor "mrope". For "llama3" and "yarn", also
+            if original_max_position_embeddings is present, but neither null nor a positive number.
     """
     rope_entry = section.get("rope_scaling") or section.get("rope_parameters")
     rope_settings = rope_entry if isinstance(rope_entry, dict) else {}
@@ -214,7 +216,7 @@ def _rope_type(rope: Mapping[str, Any], source: str) -> str:
         source: The path of config.json, for the message.
 
     Raises:
-        InputError: If the type is not in TYPES.
+        InputError: If the type is neither in TYPES nor "mrope".
     """
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "mrope":

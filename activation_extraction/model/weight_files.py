@@ -87,7 +87,8 @@ class WeightFile(ABC):
 
         Args:
             tensor: The name of the tensor in the file.
-            index: A slice for each axis, or () for the whole tensor of a local file.
+            index: A slice for each axis. A `LocalFile` also accepts (), which selects the whole
+                tensor; a `RemoteFile` always needs the slices.
 
         Returns:
             The values of the part, in the dtype of the file.
