@@ -161,9 +161,9 @@ def _mounted_control_groups() -> Iterator[_MountedControlGroup]:
             cgroup_path_by_file_system_type[file_system_type], root_of_mount
         )
         cgroup_folder = mount_folder / relative_path
-        # In a container, often only the part of the hierarchy is mounted that begins at the
-        # container's control group. If the path of this process's control group does not lead to a
-        # folder in this part, the folder where the part begins is used instead.
+        # A container often sees only a part of the cgroup hierarchy, namely the container's control
+        # group and the groups below it. If this process's control group has no folder in the
+        # mounted part, the topmost folder of the part is used instead.
         if relative_path.startswith("..") or not cgroup_folder.is_dir():
             cgroup_folder = mount_folder
         yield _MountedControlGroup(cgroup_folder, mount_folder, FILE_NAMES[file_system_type])

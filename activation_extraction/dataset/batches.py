@@ -400,7 +400,7 @@ class Batches(Iterator[T]):
                     cut_chunk(chunk, tokens_per_chunk),
                     shuffle_seed,
                     chunk.shard_index,
-                    chunk.start,
+                    chunk.start_token_index,
                 )
             chunks = smaller_chunks
         elif not are_all_runs_local:

@@ -391,7 +391,7 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
     def read(chunk: Chunk) -> tuple[Block, ...]:
         aligned_chunk = first_token_source.whole(chunk.shard_index) if needs_whole_shards else chunk
         first_run_tokens, partner_blocks = align(aligned_chunk)
-        start_in_aligned_chunk = chunk.start - aligned_chunk.start
+        start_in_aligned_chunk = chunk.start_token_index - aligned_chunk.start_token_index
         stop_in_aligned_chunk = start_in_aligned_chunk + len(chunk)
         in_all_runs_token_mask = np.all(
             [

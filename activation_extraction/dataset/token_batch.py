@@ -1,8 +1,8 @@
-"""Tokens with their activations at several hooks: batches of any tokens, and whole samples.
+"""Declares batches of tokens, and whole samples, with their activations at several hooks.
 
 A stored hook can be selected by any of its names, and by globs. metadata.json records all names of
-a hook: the canonical name, which is TransformerLens's name; the key; and further names. Mappings
-from hooks to values list the canonical names.
+a hook: the canonical name, which is TransformerLens's name; the key; and further names. The keys of
+a mapping from hooks to values (`ByHook`) are the canonical names, but each name can be looked up.
 """
 
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence

@@ -313,10 +313,10 @@ class TokenSource:
             A function that waits for the tokens and returns them.
         """
         shard_index = chunks[0].shard_index
-        first_token_index = chunks[0].start
-        stop_token_index = chunks[-1].stop
+        first_token_index = chunks[0].start_token_index
+        stop_token_index = chunks[-1].stop_token_index
         token_indices_in_shard = np.concatenate(
-            [np.arange(chunk.start, chunk.stop) for chunk in chunks]
+            [np.arange(chunk.start_token_index, chunk.stop_token_index) for chunk in chunks]
         )
         with as_os_errors():
             shard_reader = self.shards.get(shard_index)
@@ -439,7 +439,7 @@ class TokenSource:
         """Reads all tokens of a chunk and, at the same time, the activations of these tokens."""
         wait_for_tokens = self._begin_tokens([chunk])
         wait_for_activations = self._begin_activations(
-            chunk.shard_index, [(chunk.start, chunk.stop)]
+            chunk.shard_index, [(chunk.start_token_index, chunk.stop_token_index)]
         )
         return replace(wait_for_tokens().token_batch, activations=wait_for_activations())
 

@@ -44,16 +44,16 @@ class Chunk:
 
     Attributes:
         shard_index: Index of the shard among the shards of the run, from 0.
-        start: Index in the shard of the first token.
-        stop: Index in the shard after the last token.
+        start_token_index: Index of the first token among the tokens of the shard.
+        stop_token_index: Index after the last token, among the tokens of the shard.
     """
 
     shard_index: int
-    start: int
-    stop: int
+    start_token_index: int
+    stop_token_index: int
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.stop_token_index - self.start_token_index
 
 
 @dataclass(frozen=True)
@@ -296,13 +296,15 @@ def cut_chunk(
     num_indivisible_units = -(-len(chunk) // tokens_per_indivisible_unit)
     part_count = min(max(round(len(chunk) / tokens_per_part), 1), num_indivisible_units)
     start_indices_of_parts = [
-        chunk.start
+        chunk.start_token_index
         + num_indivisible_units * part_number // part_count * tokens_per_indivisible_unit
         for part_number in range(part_count)
     ]
     return [
-        Chunk(chunk.shard_index, start, stop)
-        for start, stop in pairwise([*start_indices_of_parts, chunk.stop])
+        Chunk(chunk.shard_index, start_token_index, stop_token_index)
+        for start_token_index, stop_token_index in pairwise(
+            [*start_indices_of_parts, chunk.stop_token_index]
+        )
     ]
 
 

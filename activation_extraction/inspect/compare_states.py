@@ -107,9 +107,9 @@ class HookMatch(NamedTuple):
             program and the program that stored the row may have chosen different experts for them.
         largest_token_error: Largest relative error of a token that is not left out.
         hook_name: Name of the hook.
-        token_offset: Index of a token minus the index of the stored state that is compared with the
-            computed state of this token, the same for all stored states. In a correct file, the
-            states match at offset 0.
+        token_offset: Number of tokens by which the stored states are shifted. The stored state at
+            index i is compared with the computed state of token i + token_offset. 0 means that each
+            state is compared with the token at its own index, to which it belongs in a correct file.
         num_tokens_with_other_experts: Number of tokens that are left out because of different
             experts.
     """
@@ -243,8 +243,8 @@ class Alignment(NamedTuple):
         row_number: Number of the row whose sample was computed. It may be another row than the row
             whose file contains the layer.
         hook_name: Name of the hook at which the states were computed.
-        token_offset: Index of a token in the sample minus the index of the stored state that is
-            compared with the computed state of this token, the same for all stored states.
+        token_offset: Number of tokens by which the stored states are shifted. The stored state at
+            index i is compared with the computed state of token i + token_offset of the sample.
         matching_state_mask: Whether each stored state of the layer matches the computed state with
             which it is compared, bool (states,).
     """

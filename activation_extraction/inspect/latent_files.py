@@ -58,12 +58,15 @@ class DelphiFormat(ExportFormat):
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export, in the run's order.
 
+        Chosen hooks without codes are left out, and a message names them.
+
         Args:
             dataset: The run.
             chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
-            InputError: If the format accepts none of the hooks, or no sample fills a row.
+            InputError: If none of the chosen hooks has codes, or if every sample has fewer than
+                ROW_TOKENS tokens, so that there is no complete row to export.
         """
         exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
         sample_lengths = dataset.samples["tokens"].to_numpy()
@@ -101,8 +104,7 @@ class DelphiFormat(ExportFormat):
         # number of all tokens.
         token_bounds_of_samples = np.cumsum([0, *sample_lengths])
         num_read_tokens = 0  # number of tokens that were read so far
-        # Number of tokens that were read so far and are in rows that the files contain. Such rows
-        # are full of tokens.
+        # Number of tokens read so far that belong to complete rows. Only complete rows are written.
         num_tokens_in_whole_rows = 0
         # Name of a hook -> number of its values that are left out because their magnitude is at
         # most LARGEST_LEFT_OUT_VALUE.
@@ -153,15 +155,15 @@ class DelphiFormat(ExportFormat):
                     hook_codes.indices[kept_value_mask],
                     hook_codes.data[kept_value_mask],
                 ]
-                value_entries = np.rec.fromarrays(columns_of_entries, dtype=ENTRY)
+                values_with_locations = np.rec.fromarrays(columns_of_entries, dtype=ENTRY)
                 path_by_feature_range = path_by_range_by_hook_name[hook_name]
                 for (first_feature_id, stop_feature_id), file_path in path_by_feature_range.items():
-                    feature_id_of_value = value_entries["latent"]
+                    feature_id_of_value = values_with_locations["latent"]
                     values_in_file_mask = (feature_id_of_value >= first_feature_id) & (
                         feature_id_of_value < stop_feature_id
                     )
                     with open(file_path, "ab") as codes_file:
-                        value_entries[values_in_file_mask].tofile(codes_file)
+                        values_with_locations[values_in_file_mask].tofile(codes_file)
             num_read_tokens += len(token_batch)
             num_tokens_in_whole_rows += int(whole_row_mask.sum())
         token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.tokens_per_row)

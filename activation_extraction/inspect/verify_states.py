@@ -536,16 +536,16 @@ def _notes_on_hooks(
     if default_block_numbers != sorted(set(default_block_numbers)):
         return
     default_hook_names = [
-        f"blocks.{default_block_number}.hook_resid_post"
-        for default_block_number in default_block_numbers
+        f"blocks.{block_number_from_0}.hook_resid_post"
+        for block_number_from_0 in default_block_numbers
     ]
     if (
         len(hooks) == len(default_block_numbers) + 1
         and [expected_hook.name for expected_hook in hooks[:-1]] != default_hook_names
     ):
         layer_numbers_phrase = ", ".join(
-            str(default_block_number + folder.first_block_number)
-            for default_block_number in default_block_numbers
+            str(block_number_from_0 + folder.first_block_number)
+            for block_number_from_0 in default_block_numbers
         )
         hook_names_phrase = ", ".join(default_hook_names)
         yield (
@@ -768,22 +768,23 @@ def _describe_parts(
     alignments: Sequence[Alignment],
     model: StatesRecomputer,
 ) -> str:
-    """Describes the wrong states in one layer of a file by the samples to which they belong.
+    """Tells from which samples, tokens and hooks the wrong states in one layer of a file come.
 
-    This function is for states that `_describe_by_same_sample` cannot describe. The description
-    names the samples, tokens and hooks to which some of the states belong. If no states were found
-    to belong to a sample, it names the hook at which the states of the file's own sample are
-    nearest.
+    It is called for a layer that `_describe_by_same_sample` cannot describe.
 
     Args:
         check: Comparison of the file with the states of its row's sample.
         layer: Index of the layer in the file, from 0.
         hook: Hook whose states the layer should contain.
-        alignments: For each sample, hook and token offset that was compared with the layer, the
-            stored states that match the computed ones. The samples are those of this row, of the
-            rows before and after it, and of the other chosen rows.
+        alignments: Results of `align` for this layer. Each one tells which stored states match the
+            computed states of one sample at one hook and one offset. Empty if no state matches.
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
+
+    Returns:
+        One or more phrases, separated by semicolons, such as "zeros in tokens 0 to 3; the states of
+        tokens 4 to 9 of row 7 in tokens 4 to 9". If no state matches, a phrase names the hook at
+        which the computed states of the file's own sample are nearest to the stored states.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)

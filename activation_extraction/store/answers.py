@@ -211,12 +211,14 @@ def _failure_of_answer(status: int, body: str) -> Failure:
 
 
 def _code_and_message(body: str) -> tuple[str, str]:
-    """Returns the code and the message in the body of a store's answer.
+    """Returns the error code and the error message in the body of an error response.
 
-    The body is XML if the store sent it, and JSON if a server that provides credentials sent it.
+    The body is XML if a store sent the response, and JSON if a server that provides credentials
+    sent it.
 
     Returns:
-        A tuple of the code and the message. Each of them is "" if the body does not contain it.
+        A tuple of the error code, such as "NoSuchKey", and the error message. Each of them is "" if
+        the body does not contain it.
     """
     with suppress(ValueError):
         error_fields = json.loads(body)

@@ -145,13 +145,13 @@ class PackedFile(NamedTuple):
 
     Attributes:
         buffers: Consecutive buffers of the content.
-        facts: Facts about the file for the shard's commit, without the version, which the file gets
-            when it is written.
+        facts_for_commit: Facts about the file for the shard's commit, without the version, which the
+            file gets when it is written.
         num_uncompressed_bytes: Size of the content before compression, in bytes.
     """
 
     buffers: list[bytes | memoryview]
-    facts: FileFacts
+    facts_for_commit: FileFacts
     num_uncompressed_bytes: int
 
 

@@ -374,7 +374,9 @@ class LogWriter:
             try:
                 self.folder.write(shard_json_name, reservation_content, version, write_patience)
                 return True
-            except ChangedError as error:  # the write failed, or its answer was lost
+            except ChangedError as error:
+                # A conditional write also raises ChangedError if the connection broke before the
+                # answer came, so the file may have been written. The next pass reads it to find out.
                 write_attempts.failed(error)
 
     def _read(self, name: str) -> tuple[bytes | None, str | None]:

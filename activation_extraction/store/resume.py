@@ -49,18 +49,18 @@ class StoragePlan:
         commits: Commits of the stored shards, in the order of their numbers. Bad shards, which a
             repair withdraws, are left out.
         run_id: Id of the run. None if a new run begins.
-        next_shard_number: Number of the first new shard, from 1. Numbers of missing shards do not
-            count as new.
+        next_shard_number: Number for the first shard that is stored after the last shard in
+            `commits`, from 1. The numbers of missing and bad shards before it are in `gaps`.
         mark: Mark from which the run continues. None for the beginning of the data.
         is_complete: Whether no sample is left to store.
         is_up_to_date: Whether nothing is left to do, not even an update of metadata.json.
-        num_skipped_rows: Number of skipped rows that metadata.json records if the run is complete.
-            It includes the rows after the last sample. 0 if the run is not complete, because the
-            number is then taken from the marks of the commits.
-        num_empty_rows: Number of rows without text that metadata.json records if the run is
-            complete. 0 if the run is not complete, for the same reason.
-        repair: Shards that a repair replaces, and samples that it reads or needs again. None if the
-            process begins or continues a run.
+        num_skipped_rows: For a complete run, the number of skipped rows in metadata.json, which
+            includes rows after the last sample. 0 for an incomplete run, whose number is taken from
+            the marks of the commits.
+        num_empty_rows: For a complete run, the number of rows without text in metadata.json. 0 for
+            an incomplete run, whose number is taken from the marks of the commits.
+        repair: Details of a repair: the shards that it replaces, and the number of samples that it
+            reads. None if the process begins or continues a run.
     """
 
     commits: list[Commit] = field(default_factory=list)

@@ -237,7 +237,9 @@ class ShardWriter:
         }
         queued_shard.phase = "writing"
         file_version = self._log_writer.write_file(shard_commit.file, packed_file.buffers)
-        facts_by_file = {shard_commit.file: replace(packed_file.facts, version=file_version)}
+        facts_by_file = {
+            shard_commit.file: replace(packed_file.facts_for_commit, version=file_version)
+        }
         for file_name, file_content in content_by_small_file.items():
             content_digest = hashlib.sha256(file_content).hexdigest()
             file_version = self._log_writer.write_file(file_name, [file_content])

@@ -146,7 +146,7 @@ def _add_rows(sums: np.ndarray, block: np.ndarray, sink_indices: np.ndarray) -> 
 
 @dataclass(frozen=True)
 class EncodingError:
-    """Relative errors of encoding some tokens, which can be merged.
+    """Relative errors of encoding the values of some tokens as float8, which can be merged.
 
     The relative error of a token x is the Euclidean norm of x - decoded x, divided by the Euclidean
     norm of x.
@@ -181,7 +181,7 @@ class EncodingError:
         )
 
 
-# Kind of token -> encoding error at one hook. The keys are "sinks" for the first tokens of
+# Kind of token -> error of encoding values at one hook as float8. The keys are "sinks" for the first tokens of
 # samples (position 0), which are often attention sinks, and "others" for all other tokens.
 ErrorByTokenKind = dict[str, EncodingError]
 
@@ -272,7 +272,7 @@ class SumsOfCodes:
 
     @property
     def statistics(self) -> "Statistics":
-        """The statistics of these codes: only the field `codes` is filled, with these sums."""
+        """The sums of this object as a `Statistics`, in which only the field `codes` is set."""
         return Statistics(codes={"sinks": self.first_token_sums, "others": self.other_token_sums})
 
 
@@ -289,8 +289,8 @@ class Statistics:
         overall_variance: Population variance of all values. Its key in JSON files is "variance".
         mean_norm: Mean Euclidean norm of the tokens.
         max_norm: Largest Euclidean norm of a token.
-        error: Encoding errors by kind of token: "sinks" (first tokens of samples) or "others".
-            Empty if the values are not encoded.
+        error: Errors of storing the values as float8, by kind of token: "sinks" (first tokens of
+            samples) or "others". Empty if the values are not stored as float8.
         codes: Sums over codes by kind of token: "sinks" (first tokens of samples) or "others".
             Empty if the values are not codes.
     """

@@ -2,7 +2,7 @@
 
 MessagesColumn reads messages and tools from the columns of a row, and converts them to the format
 of transformers. Data sets write messages in several formats: OpenAI's keys, ShareGPT's keys, JSON
-in a text column, or objects of Arrow with null for missing keys. ChatTemplate then renders the
+in a text column, or Arrow structs with null for missing keys. ChatTemplate then renders the
 messages with transformers, and checks that the rendered conversation contains the text of each
 message. The template comes from the model, the adapter or --chat_template. roles.py finds the role
 of each character.

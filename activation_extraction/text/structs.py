@@ -1,9 +1,9 @@
-"""Distinguishes objects of Arrow from objects of JSON, in which a null has another meaning.
+"""Distinguishes Arrow structs from JSON objects, in which a null has another meaning.
 
-In Arrow, all objects of a column have the same keys. A key that only one object had when the data
-set was written is null in the other objects. In JSON, a null is a value that somebody wrote. So
-file_rows.py and sources.py turn objects of Arrow into `Struct`, and chat.py leaves out the nulls of
-Structs.
+In Arrow, all structs of a column have the same keys. A key that only one row had when the data set
+was written is null in the structs of the other rows. In JSON, a null is a value that somebody
+wrote. So file_rows.py and sources.py turn Arrow structs into `Struct`, and chat.py leaves out the
+nulls of Structs.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,11 @@ from typing import Any
 
 
 class Struct(dict[str, Any]):
-    """An object of Arrow, in which null may stand for a missing key."""
+    """A dict decoded from an Arrow struct.
+
+    A None in it may stand for a key that the original row lacks, because all structs of a column
+    share the same keys.
+    """
 
 
 def as_structs(value: Any, feature: Any = None) -> Any:
@@ -47,8 +51,8 @@ def as_structs(value: Any, feature: Any = None) -> Any:
 def without_nulls(value: Any) -> Any:
     """Leaves out the keys with null values of all Structs in a value, at all levels of nesting.
 
-    A Struct is an object of Arrow, in which null may stand for a missing key. Nulls in other
-    objects and in lists stay, because somebody wrote them.
+    A Struct is a dict decoded from an Arrow struct, in which null may stand for a missing key. Nulls
+    in other dicts and in lists stay, because somebody wrote them.
     """
     if isinstance(value, dict):
         drops_nulls = isinstance(value, Struct)
