@@ -108,8 +108,8 @@ class HookMatch(NamedTuple):
         largest_token_error: Largest relative error of a token that is not left out.
         hook_name: Name of the hook.
         token_offset: Number of tokens by which the stored states are shifted. The stored state at
-            index i is compared with the computed state of token i + token_offset. 0 means that each
-            state is compared with the token at its own index, to which it belongs in a correct file.
+            index i is compared with the computed state of token i + token_offset. The right
+            offset is 0, because a correct file has the state of token i at index i.
         num_tokens_with_other_experts: Number of tokens that are left out because of different
             experts.
     """

@@ -783,8 +783,9 @@ def _describe_parts(
 
     Returns:
         One or more phrases, separated by semicolons, such as "zeros in tokens 0 to 3; the states of
-        tokens 4 to 9 of row 7 in tokens 4 to 9". If no state matches, a phrase names the hook at
-        which the computed states of the file's own sample are nearest to the stored states.
+        tokens 4 to 9 of row 7 in tokens 4 to 9". If `alignments` explain none of the states,
+        and none is zero, a phrase names the hook at which the computed states of the file's own
+        sample are nearest to the stored states.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)

@@ -145,8 +145,8 @@ class PackedFile(NamedTuple):
 
     Attributes:
         buffers: Consecutive buffers of the content.
-        facts_for_commit: Facts about the file for the shard's commit, without the version, which the
-            file gets when it is written.
+        facts_for_commit: Facts about the file that the shard's commit records. The version is None,
+            because the file gets its version when it is written.
         num_uncompressed_bytes: Size of the content before compression, in bytes.
     """
 

@@ -375,8 +375,9 @@ class LogWriter:
                 self.folder.write(shard_json_name, reservation_content, version, write_patience)
                 return True
             except ChangedError as error:
-                # A conditional write also raises ChangedError if the connection broke before the
-                # answer came, so the file may have been written. The next pass reads it to find out.
+                # A conditional write also raises ChangedError if the connection breaks before the
+                # answer comes. So the file may have been written. The next pass of the loop reads
+                # it to find out.
                 write_attempts.failed(error)
 
     def _read(self, name: str) -> tuple[bytes | None, str | None]:

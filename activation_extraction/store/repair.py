@@ -91,7 +91,7 @@ from activation_extraction.store.totals import COUNTED, CUT, total_problems
 
 @dataclass(frozen=True)
 class Repair:
-    """Describes the shards that a repair replaces, and how many samples it needs for that.
+    """Describes the shards that a repair replaces, and how many samples are read or added again.
 
     Attributes:
         json_version_by_withdrawn_shard_number: Number of each bad or missing shard -> version of

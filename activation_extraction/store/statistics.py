@@ -181,8 +181,9 @@ class EncodingError:
         )
 
 
-# Kind of token -> error of encoding values at one hook as float8. The keys are "sinks" for the first tokens of
-# samples (position 0), which are often attention sinks, and "others" for all other tokens.
+# Kind of token -> error of encoding values at one hook as float8. The keys are "sinks" for the
+# first tokens of samples (position 0), which are often attention sinks, and "others" for all other
+# tokens.
 ErrorByTokenKind = dict[str, EncodingError]
 
 
