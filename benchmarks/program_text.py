@@ -508,13 +508,8 @@ class ProgramText:
                 for operand_name in product.operand_names
             ),
         )
-        return (
-            2
-            * math.prod(
-                _element_count(result_shape_text) for result_shape_text in result_shape_texts
-            )
-            ** 0.5
-        )
+        element_count_product = math.prod(map(_element_count, result_shape_texts))
+        return 2 * element_count_product**0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
         """Returns the mesh axes along which a collective communicates.
