@@ -416,9 +416,11 @@ def test_a_request_may_arrive_after_its_sender_gave_up(run, damaged, first):
     assert refused
 
 
-def test_a_commit_may_arrive_after_a_repair_withdrew_the_commit_before_it(run):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_commit_may_arrive_after_a_repair_withdrew_the_commit_before_it(run, killed):
     """The request that commits shard 3 arrives at some request of a repair. Its sender committed
-    shard 2, which is damaged, and was killed. The repair stores larger shards."""
+    shard 2, which is damaged, and was killed. The repair stores larger shards. A repair before it
+    may have been killed at some request, too."""
     bucket, requests = MemoryBucket(), []
 
     def lose_answer(number, request):
@@ -434,7 +436,11 @@ def test_a_commit_may_arrive_after_a_repair_withdrew_the_commit_before_it(run):
     objects, late = dict(bucket.objects), [*bucket.late]
     for arrival in count():
         bucket.objects, bucket.late = dict(objects), [*late]
-        repair = Process(lambda n, _, at=arrival: bucket.deliver() if n == at else None)
+        if killed:
+            with suppress(Stopped, RunError):
+                run(bucket, stopped_at(arrival), repair=True)
+        at = 25 if killed else arrival
+        repair = Process(lambda n, _, at=at: bucket.deliver() if n == at else None)
         run(bucket, repair, repair=True, shard_size_gb=4e-6)
         run(bucket)
         run.check(bucket, arrival)

@@ -122,7 +122,8 @@ class LogWriter:
         self._run_description = description
         self._local_folder = local_folder
         self._keeps_local_shards = keeps_shards
-        self._reserved_file_name = ""
+        # Names of the JSON files in which this process has written reservations.
+        self._reserved_file_names: set[str] = set()
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
@@ -181,10 +182,12 @@ class LogWriter:
                 json_version_by_withdrawn_shard_number |= (
                     self._plan.repair.json_version_by_withdrawn_shard_number
                 )
-            if not self._withdraw_all(json_version_by_withdrawn_shard_number):
-                continue  # a JSON file has changed, so the log is read and checked again
-            if self._plan.is_complete or self.reserve(self._plan.number_to_reserve):
+            # The number is reserved first. So even if this process is killed while it withdraws bad
+            # shards, no earlier process can commit the shard after them.
+            is_reserved = self._plan.is_complete or self.reserve(self._plan.number_to_reserve)
+            if is_reserved and self._withdraw_all(json_version_by_withdrawn_shard_number):
                 return self._plan
+            # Another process has written a JSON file, so the log is read and checked again.
 
     def _withdraw_all(self, shard_json_versions: Mapping[int, str | None]) -> bool:
         """Replaces the JSON files of some shards by reservations.
@@ -340,11 +343,9 @@ class LogWriter:
             Whether the number was reserved. False if another process of the run has committed the
             shard in the meantime.
         """
-        self._reserved_file_name = commit_name(number)
-        return (
-            self._write_json(self._reserved_file_name, reservation(self.run_id, self.process_id))
-            is None
-        )
+        shard_json_name = commit_name(number)
+        self._reserved_file_names.add(shard_json_name)
+        return self._write_json(shard_json_name, reservation(self.run_id, self.process_id)) is None
 
     def withdraw(self, number: int, version: str | None) -> bool:
         """Replaces the JSON file of a bad or missing shard by a reservation.
@@ -361,6 +362,7 @@ class LogWriter:
             a commit has arrived since. The new content must be checked before it may be replaced.
         """
         shard_json_name = commit_name(number)
+        self._reserved_file_names.add(shard_json_name)
         reservation_content = seal(reservation(self.run_id, self.process_id))
         write_patience = self.folder.patience_for(reservation_content)
         write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_patience)
@@ -507,8 +509,8 @@ class LogWriter:
         committed_file_names = {
             file_name for commit in commits_of_run for file_name in (commit.name, *commit.files)
         }
-        # The reservation is kept, because it prevents earlier processes from committing a shard.
-        committed_file_names.add(self._reserved_file_name)
+        # Reservations are kept, because they prevent earlier processes from committing a shard.
+        committed_file_names |= self._reserved_file_names
         undeleted_file_names = []
         for file_name in own_files(self.folder.files(), temporary=True):
             if (

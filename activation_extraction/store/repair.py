@@ -36,8 +36,8 @@ For example, shards 3 and 5 of the seven of a complete run are damaged:
 1. `RepairPlanner._good_shards` checks all seven. The good ones are 1, 2, 4, 6 and 7, so
    `RepairPlanner._plan` finds the gaps 3 and 5, and 8 as the number of the next new shard. No shard
    at the end of the log is bad.
-2. `LogWriter.take_over` writes the id of this process into metadata.json, plans again, replaces the
-   entries 3 and 5 by reservations (`withdraw`), and reserves 8. From now on writers and readers
+2. `LogWriter.take_over` writes the id of this process into metadata.json, plans again, reserves 8,
+   and replaces the entries 3 and 5 by reservations (`withdraw`). From now on writers and readers
    refuse the run because of its gaps.
 3. `StoragePlan.mark` is the furthest mark before which no sample is missing, such as the mark of
    shard 2, and `Repair.num_samples_to_read` is the number of samples of the complete run. The data
@@ -418,8 +418,13 @@ class RepairPlanner:
             if damaged_file_name != METADATA
         }
         existing_shard_numbers = damaged_shard_numbers | set(_commits_of(run_log, run))
-        bad_shard_numbers_at_end = range(
-            max(existing_shard_numbers, default=0), last_good_shard_number, -1
+        bad_shard_numbers_at_end = sorted(
+            (
+                shard_number
+                for shard_number in existing_shard_numbers
+                if shard_number > last_good_shard_number
+            ),
+            reverse=True,
         )
         gap_shard_numbers = tuple(
             shard_number

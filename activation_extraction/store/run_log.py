@@ -31,14 +31,12 @@ A process that writes to the folder goes through these phases:
 
 - *Begin.* The process writes its id into metadata.json, on condition that the file has not changed
   since it read the file. It reads the entries only after that. A new run gets its id here.
-- *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
-  entry still has the version that was checked (repair.py).
 - *Reserve.* The process writes a reservation as entry n, the first entry after all commits of the
-  run, including the ones that it has withdrawn. If entry n has become a commit of this run, because
-  a request of an earlier process has arrived late, the process begins again. Otherwise, once the
-  reservation is written, no earlier process of the run can commit another shard. An earlier process
-  writes entries without gaps, and has not committed shard n, so it can next write only entry n or a
-  lower entry:
+  run, including the ones that a repair will withdraw. If entry n has become a commit of this run,
+  because a request of an earlier process has arrived late, the process begins again. Otherwise,
+  once the reservation is written, no earlier process of the run can commit another shard. An
+  earlier process writes entries without gaps, and has not committed shard n, so it can next write
+  only entry n or a lower entry:
 
     - A lower entry is usually a commit of this run, which the earlier process does not replace. If
       the entry is a reservation that a repair has written, the earlier process cannot replace it
@@ -48,6 +46,8 @@ A process that writes to the folder goes through these phases:
       version before the reservation was written, the condition does not hold. If it read the
       version afterwards, it finds another owner in metadata.json, and stops.
 
+- *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
+  entry still has the version that was checked (repair.py).
 - *Commit.* The process writes the files of a shard, then the entry with the versions of the files,
   and only then the next entry.
 - *Finish.* If the run is complete, the process deletes the files of shards that belong to no
