@@ -321,7 +321,7 @@ def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[
 
 
 def counts(address: str) -> Counts:
-    """Asks a server how much it has answered since its start.
+    """Asks a server for the number and the bytes of its answers since it was started.
 
     Args:
         address: The address of the server, "HOST:PORT".

@@ -114,7 +114,6 @@ class Move(NamedTuple):
     Attributes:
         kind: Kind of the instruction: "product" (of matrices), "kernel", "collective", "copy" or
             "rest" (see `ProgramText.kind`).
-        instruction_name: Name of the instruction, with its leading "%".
         source: Name of the operation in JAX (see `Instruction.source`).
         hbm_bytes: Bytes that the instruction reads from HBM and writes to it.
         sent_bytes: Bytes that the instruction sends to other chips.
@@ -127,7 +126,6 @@ class Move(NamedTuple):
     """
 
     kind: str
-    instruction_name: str
     source: str
     hbm_bytes: int
     sent_bytes: int = 0
@@ -439,7 +437,6 @@ class ProgramText:
         }
         return Move(
             instruction_kind,
-            instruction.name,
             instruction.source,
             hbm_bytes,
             sent_bytes,

@@ -101,15 +101,15 @@ def test_token_ids_and_roles_of_random_conversations(name, samples_of, tokenizer
         ids = tokenizers[1].apply_chat_template(row["messages"], **asked)
         assert sample.token_ids.tolist() == ids
         turns, roles = (sample.token_labels_by_name[name] for name in ("turn", "role"))
-        found, labels = [], zip(turns, roles, ids, strict=True)
+        parts, labels = [], zip(turns, roles, ids, strict=True)
         for (turn, role), tokens in groupby(labels, key=lambda label: label[:2]):
             said = tokenizers[0].decode([each for *_, each in tokens], skip_special_tokens=False)
             name = ROLES[role]
-            found.append((name, turn, said if name == "thinking" else said.strip("\n")))
+            parts.append((name, turn, said if name == "thinking" else said.strip("\n")))
         text = tokenizers[0].decode(ids, skip_special_tokens=False)
         due = said_in(text, row["messages"], thinks)
-        assert [each for each in found if each[2]] == list(due)
-        seen |= {role for role, *_ in found}
+        assert [part for part in parts if part[2]] == list(due)
+        seen |= {role for role, *_ in parts}
     assert seen == set(ROLES) - (set() if thinks else {"thinking"})
 
 

@@ -47,14 +47,16 @@ def test_the_numbers_are_those_that_numpy_gives(run):
     selection = select_tokens(dataset, list(dataset.hooks))
     assert list(selection.position_ranges) == [0, 1, 2, 3, 4, 8]
     for number, name in enumerate(HOOKS.values()):
-        found = HookReport(selection, number, name)
-        every = np.concatenate([one[name] for one in dataset]).astype(np.float64)
-        norms = np.linalg.norm(every, axis=1)
+        hook_report = HookReport(selection, number, name)
+        activations = np.concatenate([one[name] for one in dataset]).astype(np.float64)
+        norms = np.linalg.norm(activations, axis=1)
         expected = np.quantile(norms, [0.01, 0.25, 0.5, 0.75, 0.99, 1])
-        np.testing.assert_allclose(found.norm_quantiles, expected, rtol=1e-5)
-        assert found.tokens_with_largest_norms_and_counts[0][0] == norms.argmax()
+        np.testing.assert_allclose(hook_report.norm_quantiles, expected, rtol=1e-5)
+        assert hook_report.tokens_with_largest_norms_and_counts[0][0] == norms.argmax()
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
-        assert found.median_norms_of_position_ranges[4] == pytest.approx(np.median(fours), rel=1e-5)
+        assert hook_report.median_norms_of_position_ranges[4] == pytest.approx(
+            np.median(fours), rel=1e-5
+        )
 
 
 def test_the_page_is_one_file_with_every_section(run, capsys):

@@ -122,7 +122,7 @@ class LogWriter:
         self._run_description = description
         self._local_folder = local_folder
         self._keeps_local_shards = keeps_shards
-        # Names of the JSON files in which this process has written reservations.
+        # Names of the JSON files that this process has reserved or withdrawn, or has tried to.
         self._reserved_file_names: set[str] = set()
         self.follow(StoragePlan())
 
