@@ -99,6 +99,7 @@ def odd(tmp_path):
     put(tmp_path, "none/_a.jsonl", "none/b.txt", "none/c.txt", "data/a.jsonl", "two/a.jsonl")
     put(tmp_path, "others/a.tsv", "others/b.tsv", "others/c.xlsx")
     put(tmp_path, "d/table/part-0.parquet", "d/table/_delta_log/0010.checkpoint.parquet")
+    put(tmp_path, "d/table/day=1/part-1.parquet")
     put(tmp_path, "kinds/a.jsonl", "kinds/b.parquet", *(f"names/{n}" for n in SPLITS.split()))
     save(tmp_path / "lost", *range(4), shards=2)
     (tmp_path / "lost/data-00001-of-00002.arrow").unlink()
@@ -120,6 +121,7 @@ PATHS = [  # below that folder, which {} stands for, and what must be said
     ("/saved", "{}/saved/ holds several splits of a data set (test, train); "),
     ("/lost", "{}/lost/state.json: lists data-00001-of-00002.arrow, which is"),
     *((f"/d/table{end}", DELTA) for end in ("", "/*.parquet")),
+    *((f"/d/{end}", DELTA) for end in ("*/*.parquet", "t*/*/*.parquet")),
     ("/two", "{0}/two/b.jsonl: is given twice, also as {0}/two/a.jsonl; each"),
 ]
 REFUSED = [

@@ -6,6 +6,7 @@ reads the files. Some data sets are rejected because wrong rows would be stored 
 folders with several splits, Delta tables, and files that are listed twice.
 """
 
+import itertools
 import json
 import os
 import re
@@ -184,7 +185,7 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
         for entry_path, entry_details in entry_details_by_path.items()
         if entry_details["type"] != "directory"
     )
-    _refuse_delta_table(path, fs, parent_folder, file_paths)
+    _refuse_delta_table(path, fs, parent_folder, file_paths, is_glob=is_glob)
     data_paths, left_out_files_phrase = _select_data_files(path, fs, root, file_paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
@@ -343,7 +344,9 @@ def _is_hidden(path: str, root: str) -> bool:
     return False
 
 
-def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -> None:
+def _refuse_delta_table(
+    path: str, fs: Any, folder: str, paths: Sequence[str], *, is_glob: bool
+) -> None:
     """Checks that the files of a data set do not belong to a Delta table.
 
     A Delta table is a folder that contains a folder with the name _delta_log. The data files of a
@@ -356,21 +359,34 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
             the last folder before the first wildcard.
         paths: The paths of all files in the folder and in its subfolders, or of the files that the
             glob matches.
+        is_glob: Whether --dataset_path is a glob. A glob may match only the data files of a Delta
+            table, so the folders of these files are searched for the log. This takes a request for
+            each folder.
 
     Raises:
-        InputError: If `folder` is a Delta table, or if one of `paths` is the path of a file in a
-            folder with the name _delta_log.
+        InputError: If `folder`, or a folder below it that contains one of `paths`, is a Delta
+            table.
     """
     table_folders = set()
     for file_path in paths:
         table_folder, log_folder_in_path, _ = file_path.partition(f"/{DELTA_LOG}/")
         if log_folder_in_path:
             table_folders.add(table_folder)
-    # A glob may match only the data files of a Delta table. So the folder with the table's log is
-    # also searched for in the file system.
-    if table_folders or fs.isdir(f"{folder}/{DELTA_LOG}"):
+    if is_glob and not table_folders:
+        candidate_folders = {folder}
+        for file_path in paths:
+            candidate_folder = folder
+            for subfolder_name in file_path[len(folder) + 1 :].split("/")[:-1]:
+                candidate_folder += f"/{subfolder_name}"
+                candidate_folders.add(candidate_folder)
+        sorted_folders = sorted(candidate_folders)
+        log_folders = [f"{candidate_folder}/{DELTA_LOG}" for candidate_folder in sorted_folders]
+        with ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
+            is_table_flags = thread_pool.map(fs.isdir, log_folders)
+            table_folders.update(itertools.compress(sorted_folders, is_table_flags))
+    if table_folders:
         raise InputError(
-            f"--dataset_path {path}: {min(table_folders, default=folder)} is a Delta table, whose "
+            f"--dataset_path {path}: {min(table_folders)} is a Delta table, whose "
             "files may hold rows that were deleted from it; save its rows to new files, for "
             "example the result of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
         )
