@@ -320,7 +320,7 @@ class SparseMLP(nn.Module):
         )
         # Padding gets the number after the last expert. No expert has this number, so that padding
         # costs nothing.
-        needed_expert_numbers = jnp.where(
+        expert_numbers_with_masked_padding = jnp.where(
             segment_ids[..., None] > 0, chosen_experts, experts_config.count
         )
         if experts_config.shared_width:
@@ -331,7 +331,9 @@ class SparseMLP(nn.Module):
             shared_expert_output, routing_weights = lax.optimization_barrier(
                 (shared_expert_output, routing_weights)
             )
-        y = self.layout.constrain(self.experts(x, routing_weights, needed_expert_numbers), *STREAM)
+        y = self.layout.constrain(
+            self.experts(x, routing_weights, expert_numbers_with_masked_padding), *STREAM
+        )
         intermediates["routed"] = y
         if experts_config.shared_width:
             shared_gate_logit = intermediates["shared_share"] = self.shared_expert_gate(x)

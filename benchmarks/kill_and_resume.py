@@ -512,7 +512,7 @@ def disturb(
         run_url = BUCKET_URL
     with closing(Bucket()) as bucket:
         os.environ.update(bucket.environment)
-        # A fifth of the requests fail.
+        # So many requests fail that the processes must often repeat them.
         bucket.fault_rate = 0.2
         rng = random.Random(seed)
         extraction = Extraction(folder, extraction_flags, varies_settings=True, rng=rng)

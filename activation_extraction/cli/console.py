@@ -127,7 +127,7 @@ class Progress:
         self._report_interval_seconds = interval
         self._num_chips = chips
         self._peak_flops = peak_flops  # FLOP/s of all devices together; None if it is unknown
-        self._read_gauges = gauges
+        self._gauge_reader = gauges
         self._store_metrics = record
         self._last_report_time = time.perf_counter()
         self._num_tokens_at_last_report = 0
@@ -197,7 +197,7 @@ class Progress:
             "tokens_per_second_per_chip": round(tokens_per_second / self._num_chips, 1),
             "tflops_per_second_per_chip": round(flops_per_second / self._num_chips / 1e12, 4),
             "model_flops_utilisation": fraction_of_peak_flops,
-            **self._read_gauges(),
+            **self._gauge_reader(),
         }
         self._store_metrics(metrics_of_interval)
         if self._progress_bar.disable:

@@ -110,14 +110,14 @@ class Batches(Iterator[T]):
         self._current_window: Window | None = None
         # One byte of memory, which forked workers of a DataLoader share. The byte is 1 if workers
         # have read batches since `restore`, otherwise 0. None until `torch` is called.
-        self._shared_flag_byte: mmap.mmap | None = None
+        self._shared_workers_read_byte: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
             "_following_windows": None,
             "_current_window": None,
-            "_shared_flag_byte": None,
+            "_shared_workers_read_byte": None,
         }
 
     def state(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ class Batches(Iterator[T]):
         """
         if (
             _loader_worker_number_and_num_workers() is None
-            and self._shared_flag_byte
-            and self._shared_flag_byte[0]
+            and self._shared_workers_read_byte
+            and self._shared_workers_read_byte[0]
         ):
             raise ValueError(
                 "workers of a DataLoader have read these batches, and only they know where they "
@@ -178,8 +178,11 @@ class Batches(Iterator[T]):
         self._iteration_position = iteration_position
         self._loader_worker_number_and_num_workers = _loader_worker_number_and_num_workers()
         self._has_torch_loop_begun = False
-        if self._shared_flag_byte is not None and _loader_worker_number_and_num_workers() is None:
-            self._shared_flag_byte[0] = 0
+        if (
+            self._shared_workers_read_byte is not None
+            and _loader_worker_number_and_num_workers() is None
+        ):
+            self._shared_workers_read_byte[0] = 0
 
     def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
@@ -246,9 +249,9 @@ class Batches(Iterator[T]):
         """
         from torch.utils.data import IterableDataset
 
-        if self._shared_flag_byte is None:
-            self._shared_flag_byte = mmap.mmap(-1, 1)
-        shared_flag_byte = self._shared_flag_byte
+        if self._shared_workers_read_byte is None:
+            self._shared_workers_read_byte = mmap.mmap(-1, 1)
+        shared_workers_read_byte = self._shared_workers_read_byte
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -272,7 +275,7 @@ class Batches(Iterator[T]):
                 if get_spawning_popen() is not None:
                     # The process that starts the worker sets the byte here, because a spawned
                     # worker does not share the memory of this process.
-                    shared_flag_byte[0] = 1
+                    shared_workers_read_byte[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -296,9 +299,9 @@ class Batches(Iterator[T]):
             self._loader_worker_number_and_num_workers = loader_worker_number_and_num_workers
             if (
                 loader_worker_number_and_num_workers is not None
-                and self._shared_flag_byte is not None
+                and self._shared_workers_read_byte is not None
             ):
-                self._shared_flag_byte[0] = 1
+                self._shared_workers_read_byte[0] = 1
         if self._current_window is None:
             self._current_window = self._next_window()
         window = self._current_window
@@ -429,14 +432,14 @@ class Batches(Iterator[T]):
         Raises:
             ValueError: If one worker reads all data, and no token passes the filters.
         """
-        filter_texts = dict.fromkeys(
+        distinct_filter_texts = dict.fromkeys(
             filter_text
             for token_source in self._token_sources
             for filter_text in token_source.options.filters
         )
-        if self._iteration_position != Position() or not filter_texts:
+        if self._iteration_position != Position() or not distinct_filter_texts:
             return
-        message = f"no token passes these filters: {', '.join(filter_texts)}"
+        message = f"no token passes these filters: {', '.join(distinct_filter_texts)}"
         loader_worker_number, num_loader_workers = (
             self._loader_worker_number_and_num_workers or ONLY_WORKER
         )

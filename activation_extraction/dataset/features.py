@@ -233,14 +233,14 @@ def _contexts(
             token_indices_of_contexts[shard_context_indices]
             - first_token_indices_of_shards[shard_index]
         )
-        sample_index_of_token = (
+        sample_indices_of_tokens = (
             np.searchsorted(shard_reader.sample_offsets, token_indices_in_shard, "right") - 1
         )
         context_starts = np.maximum(
-            shard_reader.sample_offsets[sample_index_of_token], token_indices_in_shard - around
+            shard_reader.sample_offsets[sample_indices_of_tokens], token_indices_in_shard - around
         )
         context_stops = np.minimum(
-            shard_reader.sample_offsets[sample_index_of_token + 1],
+            shard_reader.sample_offsets[sample_indices_of_tokens + 1],
             token_indices_in_shard + around + 1,
         )
         token_ids_of_contexts = [
@@ -249,7 +249,7 @@ def _contexts(
         ]
         context_columns = {
             "value": values_of_contexts[shard_context_indices],
-            "sample_idx": shard_reader.sample_numbers[sample_index_of_token],
+            "sample_idx": shard_reader.sample_numbers[sample_indices_of_tokens],
             "position": token_fields["position"][token_indices_in_shard],
             "token_ids": token_ids_of_contexts,
             "token": token_indices_in_shard - context_starts,

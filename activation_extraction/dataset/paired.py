@@ -467,11 +467,11 @@ def _partners(
     partner_batches = list[TokenBatch]()
     for chunks_of_shard in other_token_source.by_shard(sample_indices_in_other_run):
         other_run_tokens = other_token_source.tokens(chunks_of_shard)
-        sample_index_of_token = sample_indices_in_first_run[
+        sample_indices_of_tokens = sample_indices_in_first_run[
             np.searchsorted(sample_indices_in_other_run, other_run_tokens.sample_indices)
         ]
         packed_sample_and_position_of_other_token = (
-            sample_index_of_token << 32 | other_run_tokens.token_batch.position
+            sample_indices_of_tokens << 32 | other_run_tokens.token_batch.position
         )
         _, token_indices_in_first_run, token_indices_in_other_run = np.intersect1d(
             packed_sample_and_position_of_token,

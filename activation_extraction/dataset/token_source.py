@@ -323,10 +323,10 @@ class TokenSource:
             wait_for_fields = shard_reader.begin_tokens(first_token_index, stop_token_index)
 
         def wait() -> ChunkTokens:
-            sample_index_of_token = (
+            sample_indices_of_tokens = (
                 np.searchsorted(shard_reader.sample_offsets, token_indices_in_shard, "right") - 1
             )
-            sample_idx_of_token = shard_reader.sample_numbers[sample_index_of_token]
+            sample_numbers_of_tokens = shard_reader.sample_numbers[sample_indices_of_tokens]
             with as_os_errors():
                 range_values_by_field = wait_for_fields()
             empty_activations_by_hook = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
@@ -335,12 +335,12 @@ class TokenSource:
                 for field_name, range_values in range_values_by_field.items()
             }
             batch_without_activations = TokenBatch(
-                empty_activations_by_hook, sample_idx=sample_idx_of_token, **values_by_field
+                empty_activations_by_hook, sample_idx=sample_numbers_of_tokens, **values_by_field
             )
-            sample_index_of_token += self.shards.first_sample_indices_of_shards[shard_index]
+            sample_indices_of_tokens += self.shards.first_sample_indices_of_shards[shard_index]
             wanted_token_mask = batch_without_activations.position >= self.options.skip_first
             if self.sample_mask is not None:
-                wanted_token_mask &= self.sample_mask[sample_index_of_token]
+                wanted_token_mask &= self.sample_mask[sample_indices_of_tokens]
             if self.options.roles is not None:
                 wanted_token_mask &= np.isin(
                     values_by_field["role"], [*map(ROLES.index, self.options.roles)]
@@ -349,7 +349,7 @@ class TokenSource:
                 shard_index,
                 token_indices_in_shard,
                 batch_without_activations,
-                sample_index_of_token,
+                sample_indices_of_tokens,
                 wanted_token_mask,
             )
 

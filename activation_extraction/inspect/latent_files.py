@@ -126,12 +126,14 @@ class DelphiFormat(ExportFormat):
                 )
         for token_batch in chunks:
             token_indices_in_run = np.arange(num_read_tokens, num_read_tokens + len(token_batch))
-            sample_index_of_token = (
+            sample_indices_of_tokens = (
                 np.searchsorted(token_bounds_of_samples, token_indices_in_run, "right") - 1
             )
             whole_row_mask = (
                 token_batch.position
-                < sample_lengths[sample_index_of_token] // self.tokens_per_row * self.tokens_per_row
+                < sample_lengths[sample_indices_of_tokens]
+                // self.tokens_per_row
+                * self.tokens_per_row
             )
             # Only rows that are full of tokens are exported. For each token of the chunk that is in
             # such a row, this is the index among all of the run's tokens in such rows. The elements
@@ -196,13 +198,13 @@ class DelphiFormat(ExportFormat):
                 "n_splits": len(path_by_range_by_hook_name[hook_name]),
             }
             (folder / hook_name / "config.json").write_text(json.dumps(delphi_settings, indent=2))
-        omissions_phrase = [
+        omission_phrases = [
             f"{counted(left_out_code_count, 'code')} of at most {LARGEST_LEFT_OUT_VALUE:g} at "
             f"{hook_name}, as by delphi itself"
             for hook_name, left_out_code_count in left_out_code_count_by_hook.items()
             if left_out_code_count
         ]
-        return Exported(token_ids_of_rows.size, tuple(omissions_phrase))
+        return Exported(token_ids_of_rows.size, tuple(omission_phrases))
 
     def usage_lines(
         self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]

@@ -183,11 +183,11 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
         for hook_name, activations in token_batch.items():
             token_norms = np.linalg.norm(activations.astype(np.float64), axis=1)
             damaged_token_mask = ~(token_norms < MAX_NORM)  # this condition is also true for NaN
-            damaged_sample_numbers = token_batch.sample_idx[damaged_token_mask]
-            if len(damaged_sample_numbers):
+            sample_numbers_of_damaged_tokens = token_batch.sample_idx[damaged_token_mask]
+            if len(sample_numbers_of_damaged_tokens):
                 raise OSError(
-                    f"{dataset.url}: sample {damaged_sample_numbers[0]}, {hook_name}: NaN or huge "
-                    "values"
+                    f"{dataset.url}: sample {sample_numbers_of_damaged_tokens[0]}, {hook_name}: "
+                    "NaN or huge values"
                 )
             norms_by_hook[hook_name].append(token_norms)
             batch_sums = sums_of(

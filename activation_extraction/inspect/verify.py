@@ -70,7 +70,7 @@ def verify(
         )
     if load_model is not None and first_metadata is not None:
         recomputer = load_model(first_metadata)
-        allowed_differences = tolerance(
+        tolerance_of_run = tolerance(
             run_identity, first_metadata.get("backend") == recomputer.jax_platform
         )
     problem_messages = list(check_folders(log_by_folder))
@@ -87,7 +87,7 @@ def verify(
     ]
     problem_messages += check_numbers(log_by_folder, checked_shards)
     if recomputer is not None:
-        problem_messages += _compare(chosen_samples, recomputer, allowed_differences)
+        problem_messages += _compare(chosen_samples, recomputer, tolerance_of_run)
         recomputation_phrase = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
         omission_reason = "no model is recorded" if has_no_model else "give --model_path"
@@ -263,14 +263,14 @@ def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
 
 
 def _compare(
-    chosen_samples: list[ChosenSample], recomputer: Recomputer, allowed_differences: Tolerance
+    chosen_samples: list[ChosenSample], recomputer: Recomputer, tolerance_of_run: Tolerance
 ) -> Iterator[str]:
     """Recomputes samples, and yields a message on each difference that rounding does not explain.
 
     Args:
         chosen_samples: The stored samples to recompute.
         recomputer: The object whose function `compute_values` is called with the samples.
-        allowed_differences: The largest differences that rounding explains.
+        tolerance_of_run: The largest differences that rounding explains.
     """
     values_or_messages_of_samples = recomputer.compute_values(chosen_samples)
     for chosen_sample, values_or_message in zip(
@@ -285,7 +285,7 @@ def _compare(
         ):
             recomputed_values = values_or_message[stored_hook.name]
             for difference_message in stored_hook.differences(
-                stored_values, recomputed_values, token_positions, allowed_differences
+                stored_values, recomputed_values, token_positions, tolerance_of_run
             ):
                 yield (
                     f"{chosen_sample.location_phrase}, {stored_hook.name}: recomputed, "

@@ -636,10 +636,10 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str | None:
-    """Describes the wrong states in one layer of a file without the states of other samples.
+    """Describes the wrong states in one layer of a file, if no other sample is needed for it.
 
-    This is possible, for example, if the wrong states are NaN or zeros, or if they are states of
-    the file's own sample, but at another hook or of the next tokens.
+    For example, no other sample is needed if the wrong states are NaN or zeros, or if they are
+    states of the file's own sample, but at another hook or of the next tokens.
 
     Args:
         check: Comparison of the file with the states of its row's sample.

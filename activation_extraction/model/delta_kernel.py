@@ -55,8 +55,8 @@ def pallas_delta_rule(
 ) -> Array:
     """Computes the gated delta rule on TPUs.
 
-    The first token of each segment gets a log decay that erases the state, so that no segment reads
-    another one's state.
+    This function replaces the log decay of the first token of each segment by a log decay that
+    erases the state, so that no segment reads another one's state.
 
     Letters: B rows, T tokens per row, K key heads, G value heads of each key head, D key size, U
     value size.
@@ -179,14 +179,14 @@ def _compute_block(
     decays_since_chunk_begin_of_heads = []
     decays_until_chunk_end_of_heads = []
     for head_number in range(head_count):
-        decay_between_tokens, decays_since_chunk_begin = _decays(log_decays[:, head_number, None])
+        decays_between_tokens, decays_since_chunk_begin = _decays(log_decays[:, head_number, None])
         scaled_betas = _side_by_side(betas[:, head_number, None] * k_scale)
         inverse_matrices_of_heads.append(
-            _inverse(scaled_betas * key_products * decay_between_tokens)
+            _inverse(scaled_betas * key_products * decays_between_tokens)
         )
-        output_factors_of_heads.append(query_key_products * decay_between_tokens)
+        output_factors_of_heads.append(query_key_products * decays_between_tokens)
         decays_since_chunk_begin_of_heads.append(decays_since_chunk_begin)
-        decay_until_chunk_end = decay_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
+        decay_until_chunk_end = decays_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
         decays_until_chunk_end_of_heads.append(k_scale * decay_until_chunk_end)
     for chunk_number in (0, 1):
         token_slice = slice(chunk_number * CHUNK, (chunk_number + 1) * CHUNK)
@@ -260,7 +260,9 @@ def _product(equation: str, x: Array, y: Array) -> Array:
         for x_index, x_summand in enumerate(x_summands[: sum_of_indices + 1]):
             left_summands.append(x_summand)
             right_summands.append(y_summands[sum_of_indices - x_index])
-    summed_axis_number = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
+    # The sum is over the first axis of y, whose letter is equation[3], such as D in "CD,DU->CU".
+    # This is the number of the axis of x with the same letter.
+    summed_axis_number = equation.index(equation[3])
     joined_left_operand = jnp.concatenate(left_summands, axis=summed_axis_number)
     return einsum(equation, joined_left_operand, jnp.concatenate(right_summands))
 
@@ -319,8 +321,8 @@ def _side_by_side(x: Array) -> Array:
         of pairs of tokens in different chunks are dropped. For single tokens, each column of the
         first chunk is x[:C], and each column of the second chunk is x[C:].
     """
-    _, _, matrix_start_column_of_each_value = _indices()
-    return jnp.where(matrix_start_column_of_each_value == 0, x[:CHUNK], x[CHUNK:])
+    _, _, first_columns_of_matrices = _indices()
+    return jnp.where(first_columns_of_matrices == 0, x[:CHUNK], x[CHUNK:])
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
@@ -382,7 +384,7 @@ def _inverse(matrices: Array) -> Array:
     Returns:
         The inverses side by side, (C, 2C).
     """
-    row_indices, column_indices, matrix_start_column_of_each_value = _indices()
+    row_indices, column_indices, first_columns_of_matrices = _indices()
     inverse_matrices = (row_indices == column_indices).astype(jnp.float32)
     block_starts = row_indices & -SUBLANES
     for column_offset in range(SUBLANES - 1):
@@ -391,17 +393,17 @@ def _inverse(matrices: Array) -> Array:
         )
         elimination_factors = jnp.where(eliminated_column_mask, matrices, 0)
         factors_of_first_matrix = jnp.sum(
-            jnp.where(matrix_start_column_of_each_value == 0, elimination_factors, 0),
+            jnp.where(first_columns_of_matrices == 0, elimination_factors, 0),
             axis=1,
             keepdims=True,
         )
         factors_of_second_matrix = jnp.sum(
-            jnp.where(matrix_start_column_of_each_value == 0, 0, elimination_factors),
+            jnp.where(first_columns_of_matrices == 0, 0, elimination_factors),
             axis=1,
             keepdims=True,
         )
         row_factors = jnp.where(
-            matrix_start_column_of_each_value == 0,
+            first_columns_of_matrices == 0,
             factors_of_first_matrix,
             factors_of_second_matrix,
         )
@@ -470,10 +472,10 @@ def _block_diagonal(x: Array) -> Array:
     Returns:
         The array, (2C, 2C).
     """
-    _, _, matrix_start_column_of_each_value = _indices()
+    _, _, first_columns_of_matrices = _indices()
     return jnp.concatenate(
         [
-            jnp.where(matrix_start_column_of_each_value == 0, x, 0),
-            jnp.where(matrix_start_column_of_each_value == 0, 0, x),
+            jnp.where(first_columns_of_matrices == 0, x, 0),
+            jnp.where(first_columns_of_matrices == 0, 0, x),
         ]
     )

@@ -387,12 +387,12 @@ def _prepare(
     Returns:
         The fields of `_Chunks`, each an array whose first axis has the N chunks.
     """
-    decay_between_tokens, decay_since_chunk_begin = _decays(log_decay, segments)
+    decays_between_tokens, decay_since_chunk_begin = _decays(log_decay, segments)
     key_key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
     query_key_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
     q, k = q[:, :, :, None], k[:, :, :, None]
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
-    inverses = _inverse(beta * key_key_products * decay_between_tokens)
+    inverses = _inverse(beta * key_key_products * decays_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
     # `correction_keys` contains a row for each token. With the state S before the chunk, the update
     # vectors of the tokens are update_vectors_from_zero_state - correction_keys @ S.
@@ -402,8 +402,8 @@ def _prepare(
         rows_to_multiply_by_state=jnp.concatenate(
             [correction_keys, decay_since_chunk_begin * q], axis=-2
         ),
-        output_factors=query_key_products * decay_between_tokens,
-        decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
+        output_factors=query_key_products * decays_between_tokens,
+        decayed_keys=decays_between_tokens[..., -1:, :].mT * k,
         state_decay=decay_since_chunk_begin[..., -1:, :],
     )
 
@@ -485,11 +485,11 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
         "IC,NBKGCJ->NBKGIJ", same_or_earlier_token_mask, log_decay * jnp.tri(CHUNK, k=-1)
     )
     log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", same_or_earlier_token_mask, log_decay)
-    decay_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
+    decays_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
     decay_since_chunk_begin = jnp.where(
         segment_of_token == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0
     )
-    return decay_between_tokens, decay_since_chunk_begin
+    return decays_between_tokens, decay_since_chunk_begin
 
 
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:

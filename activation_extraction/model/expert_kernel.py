@@ -371,25 +371,25 @@ def _multiply_fetched(
         buffers: Two buffers for the tokens of a tile, (2, ROWS, D / LANES, LANES).
         semaphores: The DMA semaphore of each buffer, (2,).
     """
-    step_number = pl.program_id(1)
-    previous_step_number = jnp.maximum(step_number - 1, 0)
-    fetch_iteration_count = pl.cdiv(counts[step_number], AT_ONCE)
-    previous_fetch_iteration_count = pl.cdiv(counts[previous_step_number], AT_ONCE)
+    grid_index = pl.program_id(1)
+    previous_grid_index = jnp.maximum(grid_index - 1, 0)
+    fetch_iteration_count = pl.cdiv(counts[grid_index], AT_ONCE)
+    previous_fetch_iteration_count = pl.cdiv(counts[previous_grid_index], AT_ONCE)
 
     def start_copies(iteration: Any, _: None) -> None:
         for row_in_iteration in range(AT_ONCE):
             row_number = iteration * AT_ONCE + row_in_iteration
             token_row_ref = x_ref.at[pl.ds(tokens[0, row_number], 1)]
-            buffer_row_ref = buffers.at[step_number % 2, pl.ds(row_number, 1)]
+            buffer_row_ref = buffers.at[grid_index % 2, pl.ds(row_number, 1)]
             pltpu.make_async_copy(
-                token_row_ref, buffer_row_ref, semaphores.at[step_number % 2]
+                token_row_ref, buffer_row_ref, semaphores.at[grid_index % 2]
             ).start()
 
     lax.fori_loop(0, fetch_iteration_count, start_copies, None)
 
-    @pl.when(step_number > 0)
+    @pl.when(grid_index > 0)
     def multiply() -> None:
-        buffer_index = (step_number - 1) % 2
+        buffer_index = (grid_index - 1) % 2
         _wait(buffers, semaphores, buffer_index, previous_fetch_iteration_count * AT_ONCE)
         x = buffers[buffer_index].reshape(buffers.shape[1], -1)
         gate_product = einsum("nD,DM->nM", x, gate_ref[...])
@@ -550,27 +550,25 @@ def _add_fetched(
         buffers: Two buffers for the rows of a token group, (2, X * TOKENS, D / LANES, LANES).
         semaphores: The DMA semaphore of each buffer, (2,).
     """
-    step_number = pl.program_id(0)
+    grid_index = pl.program_id(0)
     rows_per_token_group = buffers.shape[1]
 
     # Rows that are not fetched must count as 0, so the buffer is cleared if there are any.
-    @pl.when(counts[step_number] < rows_per_token_group)
+    @pl.when(counts[grid_index] < rows_per_token_group)
     def clear() -> None:
-        buffers[step_number % 2] = jnp.zeros_like(buffers[step_number % 2])
+        buffers[grid_index % 2] = jnp.zeros_like(buffers[grid_index % 2])
 
     def start_copy(number: Any, _: None) -> None:
         source_row_ref = rows_ref.at[pl.ds(fetches[0, number], 1)]
-        buffer_row_ref = buffers.at[step_number % 2, pl.ds(fetches[1, number], 1)]
-        pltpu.make_async_copy(
-            source_row_ref, buffer_row_ref, semaphores.at[step_number % 2]
-        ).start()
+        buffer_row_ref = buffers.at[grid_index % 2, pl.ds(fetches[1, number], 1)]
+        pltpu.make_async_copy(source_row_ref, buffer_row_ref, semaphores.at[grid_index % 2]).start()
 
-    lax.fori_loop(0, counts[step_number], start_copy, None)
+    lax.fori_loop(0, counts[grid_index], start_copy, None)
 
-    @pl.when(step_number > 0)
+    @pl.when(grid_index > 0)
     def add() -> None:
-        buffer_index = (step_number - 1) % 2
-        _wait(buffers, semaphores, buffer_index, counts[step_number - 1])
+        buffer_index = (grid_index - 1) % 2
+        _wait(buffers, semaphores, buffer_index, counts[grid_index - 1])
         token_sums = jnp.zeros((TOKENS, *buffers.shape[2:]), jnp.float32)
         for first_buffer_row_index in range(0, rows_per_token_group, TOKENS):
             token_sums += buffers[buffer_index, pl.ds(first_buffer_row_index, TOKENS)].astype(

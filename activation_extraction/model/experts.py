@@ -314,13 +314,13 @@ def _sum_in_ring(
     )
     # The numbers of this device's experts become 0 to E - 1, for E experts per device. All other
     # numbers are experts of other devices.
-    chosen_expert_numbers_on_device = (
+    chosen_expert_numbers_from_first_of_device = (
         chosen_expert_numbers - lax.axis_index("expert") * stacks.gate.shape[1]
     )
     y = compute_expert_sum(
         x.reshape(-1, hidden_size),
         routing_weights,
-        chosen_expert_numbers_on_device,
+        chosen_expert_numbers_from_first_of_device,
         stacks,
         parts=device_count,
     )

@@ -195,8 +195,12 @@ def _text_section(raw: dict[str, Any]) -> dict[str, Any]:
     """
     if raw["model_type"] in WITHOUT_TEXT_CONFIG and raw.get("text_config") is None:
         return raw
-    outer_section = raw.get("thinker_config", raw)
-    text_section = outer_section.get("text_config") if isinstance(outer_section, dict) else None
+    thinker_section_or_whole = raw.get("thinker_config", raw)
+    text_section = (
+        thinker_section_or_whole.get("text_config")
+        if isinstance(thinker_section_or_whole, dict)
+        else None
+    )
     return text_section if isinstance(text_section, dict) else {}
 
 

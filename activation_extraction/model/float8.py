@@ -349,8 +349,8 @@ class Scales:
         )
         for matrix_index in np.ndindex(stored_values.shape[:-2]):
             scale_matrix_index = tuple(
-                axis_scale_indices[expert_index]
-                for axis_scale_indices, expert_index in zip(
+                axis_scale_indices[index_on_axis]
+                for axis_scale_indices, index_on_axis in zip(
                     expert_scale_indices, matrix_index, strict=True
                 )
             )

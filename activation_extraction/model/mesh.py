@@ -294,9 +294,10 @@ def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
     """Returns the layout of a mesh without devices.
 
     Args:
-        shape: Name of a mesh axis, as the user knows it -> its size.
-        kv_heads: The number of key/value heads of the model, which limits the axis `model` of JAX's
-            mesh (see `mesh_axes`).
+        shape: Name of a mesh axis in the user's flags -> its size. `mesh_axes` returns the axes of
+            JAX's mesh for these axes.
+        kv_heads: The number of key/value heads of the model. `mesh_axes` divides them among the
+            devices.
     """
     axis_names, axis_sizes = mesh_axes(shape, kv_heads)
     return Layout(AbstractMesh(tuple(axis_sizes), tuple(axis_names)))
@@ -310,18 +311,18 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
     `query` is the quotient of the user's size and this divisor.
 
     Args:
-        shape: Name of a mesh axis, as the user knows it -> its size.
+        shape: Name of a mesh axis in the user's flags -> its size.
         kv_heads: The number of key/value heads of the model.
 
     Returns:
         A tuple of the names of the axes and the sizes of the axes, in the same order.
     """
-    jax_model_axis_size = math.gcd(kv_heads, shape.get("model", 1))
+    new_model_axis_size = math.gcd(kv_heads, shape.get("model", 1))
     size_by_axis: dict[str, int] = {}
     for axis_name, axis_size in shape.items():
         if axis_name == "model":
-            size_by_axis["model"] = jax_model_axis_size
-            size_by_axis["query"] = axis_size // jax_model_axis_size
+            size_by_axis["model"] = new_model_axis_size
+            size_by_axis["query"] = axis_size // new_model_axis_size
         else:
             size_by_axis[axis_name] = axis_size
     return list(size_by_axis), list(size_by_axis.values())

@@ -32,7 +32,7 @@ from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.tensor_names import tensors_of_language_model
 from activation_extraction.model.weight_files import Index
 
-WEIGHT_READERS = 3  # the number of threads that read weights, each of which reads one array
+WEIGHT_READERS = 3  # the number of threads that read weights; each reads one array at a time
 TRANSPOSED_ROWS = 16  # the number of rows to transpose at a time, which fit into a core's caches
 BUFFER_ALIGNMENT = 64  # the alignment of XLA's buffers in bytes
 
@@ -87,7 +87,10 @@ class WeightSpec:
 
     @property
     def reverses_axes(self) -> bool:
-        """Returns whether the tensors have the last two axes of the parameter in reverse order."""
+        """Returns whether the tensors of the checkpoint have the last two axes in reverse order.
+
+        The parameter of the Flax model has the axes in the order of `shape`.
+        """
         return "experts" in self.logical_axes and not self.has_input_axis_first
 
     @property
@@ -131,8 +134,9 @@ class WeightSpec:
         if self.tensor_slice is not None:
             sliced_axis, slice_offset, axis_size, is_sliced_per_head = self.tensor_slice
             slice_start, slice_stop = bounds_of_axes[sliced_axis]
-            # On the sliced axis, each head has `axis_size` values in the tensor, of which the slice
-            # contains only some. The offset skips the other values of all earlier heads.
+            # On the sliced axis, each head has `axis_size` values in the tensor, but only some of
+            # them are in the slice. So the offset also skips the values of earlier heads that are
+            # not in the slice.
             if is_sliced_per_head:
                 slice_offset += ranges[0].start * (axis_size - (slice_stop - slice_start))
             bounds_of_axes[sliced_axis] = slice_start + slice_offset, slice_stop + slice_offset

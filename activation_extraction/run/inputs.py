@@ -331,7 +331,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
 
 
 def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dict[str, Any]:
-    """Returns everything that must be the same on all hosts before they compute.
+    """Returns the settings and inputs that must be the same on all hosts before they compute.
 
     Args:
         forward: The model on its mesh.
@@ -339,8 +339,8 @@ def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dic
         identity: The identity of the run.
 
     Returns:
-        A dict from the name of a content, as messages show it, to the content. The contents are the
-        properties of the step (`step_of`), the fields of the identity that all hosts share, the
+        A dict from the name of a setting or input, as messages show it, to its value. It contains
+        the properties of the step (`step_of`), the fields of the identity that all hosts share, the
         fingerprints of the data files, and a digest of this program's source files.
     """
     package_folder = Path(activation_extraction.__file__).parent

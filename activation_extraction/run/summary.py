@@ -187,13 +187,13 @@ def _shortfall_message(run: Run) -> str:
         return ""
     host_phrase = f" of host {run.host.id}" if run.host.is_one_of_several else ""
     share_phrase = "its share of " if run.host.is_one_of_several else ""
-    shortfalls_phrase = []
+    shortfall_phrases = []
     for unit, (stored_count, limit_of_unit) in stored_count_and_limit_by_unit.items():
         flag_phrase = f"{share_phrase}--max_{unit}s"
-        shortfalls_phrase.append(
+        shortfall_phrases.append(
             f"{stored_count:,} of at most {counted(limit_of_unit, unit)} ({flag_phrase})"
         )
-    return f"the data{host_phrase} ended after {' and '.join(shortfalls_phrase)}"
+    return f"the data{host_phrase} ended after {' and '.join(shortfall_phrases)}"
 
 
 def _time_line(run: Run, clock: Clock, num_new_tokens: int) -> str:

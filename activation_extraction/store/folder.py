@@ -125,8 +125,8 @@ class Folder:
 
     Args:
         url: URL or local path of the folder, which need not exist.
-        patience_seconds: Seconds for which a request is repeated after its first failure, and for
-            which all attempts at a write to a bucket may together make no progress (sending.py).
+        patience_seconds: Seconds for which a request is repeated after its first failure. A write
+            to a bucket, which may take longer, fails after this time without progress.
         flag: Name of the flag that sets `patience_seconds`, for messages. "" if no flag sets it.
 
     Attributes:

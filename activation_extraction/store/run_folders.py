@@ -363,13 +363,14 @@ class RunFolders:
             InputError: If there is a stale folder.
         """
         worker = self.worker
-        sibling_workers = [
+        workers_of_this_machine = [
             replace(worker, host_number=host_number) for host_number in range(worker.num_hosts)
         ]
         # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
         for root_index, output_root in enumerate(self.roots):
             folder_names_of_this_machine = {
-                folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
+                folder_name(worker_of_this_machine, bool(root_index))
+                for worker_of_this_machine in workers_of_this_machine
             }
             # Names of folders that a run with another number of hosts or machines may have left. ""
             # is the name of the output folder itself.

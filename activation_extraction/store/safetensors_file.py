@@ -101,7 +101,7 @@ class RangeChecksums:
         return Blocks(0, self.front, self.front, self.front_crc32c)
 
     def blocks_of(self, name: str, tensor: Tensor) -> Blocks | None:
-        """Returns the blocks of a tensor with their checksums; None if these are not recorded.
+        """Returns the checksums of a tensor, one for each block of tokens; None without checksums.
 
         Args:
             name: Name of the tensor.
@@ -372,8 +372,8 @@ class SafetensorsFile:
             The positions, int32 (stop - start,).
         """
         token_indices = np.arange(start, stop)
-        sample_index_of_token = np.searchsorted(self.sample_offsets, token_indices, "right") - 1
-        return (token_indices - self.sample_offsets[sample_index_of_token]).astype(np.int32)
+        sample_indices_of_tokens = np.searchsorted(self.sample_offsets, token_indices, "right") - 1
+        return (token_indices - self.sample_offsets[sample_indices_of_tokens]).astype(np.int32)
 
     def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Begins to read consecutive rows of a tensor.

@@ -146,10 +146,10 @@ def _add_rows(sums: np.ndarray, block: np.ndarray, sink_indices: np.ndarray) -> 
 
 @dataclass(frozen=True)
 class EncodingError:
-    """Relative errors of encoding the values of some tokens as float8, which can be merged.
+    """Number, mean and maximum of the relative errors of tokens that are encoded as float8.
 
-    The relative error of a token x is the Euclidean norm of x - decoded x, divided by the Euclidean
-    norm of x.
+    Objects for different tokens can be merged. The relative error of a token x is the Euclidean
+    norm of x - decoded x, divided by the Euclidean norm of x.
 
     Attributes:
         tokens: Number of tokens whose error was measured.

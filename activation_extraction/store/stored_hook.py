@@ -94,13 +94,13 @@ class Tolerance:
         computing_error: Largest relative error of computing the values again.
         rounding_error: Largest relative error of rounding activations to the dtype in which they
             are stored.
-        max_different_fraction: Largest fraction of a sample's integers, or of its active features,
-            that may differ, from 0 to 1.
+        max_fraction_of_differences: Largest fraction of a sample's integers, or of its active
+            features, that may differ, from 0 to 1.
     """
 
     computing_error: float
     rounding_error: float
-    max_different_fraction: float
+    max_fraction_of_differences: float
 
     @property
     def activation_error(self) -> float:
@@ -114,14 +114,14 @@ class Tolerance:
     def max_different_numbers(self, compared_count: int) -> int:
         """Returns how many stored integers or features of a sample may differ from recomputed ones.
 
-        This is the fraction `max_different_fraction` of the compared numbers. It is at least TIE
-        (2): if, for example, the router's scores of two experts are nearly equal, a small error can
-        reverse their order, and then two integers differ.
+        This is the fraction `max_fraction_of_differences` of the compared numbers. It is at least
+        TIE (2): if, for example, the router's scores of two experts are nearly equal, a small error
+        can reverse their order, and then two integers differ.
 
         Args:
             compared_count: Number of integers or features that are compared.
         """
-        return max(int(self.max_different_fraction * compared_count), TIE)
+        return max(int(self.max_fraction_of_differences * compared_count), TIE)
 
 
 @dataclass(frozen=True)
@@ -583,10 +583,10 @@ class Float8Hook(StoredHook):
 
         encoded_samples: list[Float8Array] = []
         errors_of_slices: list[np.ndarray] = []
-        for encoded_slice_samples, encoding_errors_of_slice in threads.map(
+        for encoded_samples_of_slice, encoding_errors_of_slice in threads.map(
             encode_slice, slices_of(samples)
         ):
-            encoded_samples += encoded_slice_samples
+            encoded_samples += encoded_samples_of_slice
             errors_of_slices.append(encoding_errors_of_slice)
         measured_errors = np.concatenate(errors_of_slices)
         sink_mask_of_measured_tokens = sink_token_mask[measured_token_mask]

@@ -59,11 +59,11 @@ class TextColumn:
             return None
         if not isinstance(text_value, str):
             beginning_of_message = f"--text_column {self.column_name}: expected text, found "
-            value_kind = kind_of_value(text_value)
-            if value_kind in READING_FLAGS:
+            value_type_phrase = kind_of_value(text_value)
+            if value_type_phrase in READING_FLAGS:
                 raise ColumnError(
-                    f"{beginning_of_message}{value_kind}; --{READING_FLAGS[value_kind]} "
-                    f"{self.column_name} reads it"
+                    f"{beginning_of_message}{value_type_phrase}; "
+                    f"--{READING_FLAGS[value_type_phrase]} {self.column_name} reads it"
                 )
             raise UnusableRowError(
                 f"{beginning_of_message}{type(text_value).__name__} {text_value!r:.40}"

@@ -259,5 +259,5 @@ def _texts(content: Any) -> Iterator[str]:
             yield str(object_key)
             yield from _texts(nested_content)
     elif isinstance(content, list | tuple):
-        for list_element in content:
-            yield from _texts(list_element)
+        for content_part in content:
+            yield from _texts(content_part)
