@@ -4,9 +4,9 @@ The rows come from one or several data sets, in a fixed order. A state is a plac
 is a JSON object, which each `Mark` contains as `Mark.stream`, so that a run can continue there.
 Reading starts from a state, and yields each row together with the state after the row. A row
 without content has no document. A row that cannot be used, for example because it is not JSON or
-lacks a column, is skipped or ends the run with a message that names its position. Rows without a
-document are yielded as well, because samples.py counts them. sources.py opens the data sets, and
-rows.py reads their rows.
+lacks a column, is skipped with --skip_bad_rows. Without this flag, the row ends the run with a
+message that names its position. Rows without a document are yielded as well, because samples.py
+counts them. sources.py opens the data sets, and rows.py reads their rows.
 """
 
 import logging
@@ -205,7 +205,7 @@ class DocumentStream:
 
         Args:
             dataset: The data set.
-            schema: The columns to read of each row, and the readers that make documents of them.
+            schema: The columns to read of each row, and the `Reader`s of the row's content.
             worker: The worker; None for a worker that reads all rows.
             skip_bad_rows: Whether to skip rows that cannot be used. Otherwise they end the run.
             on_last_row_of_file: A function that is called when the worker has read its last row of
@@ -471,7 +471,7 @@ def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False)
 
     Args:
         dataset: The data set.
-        schema: The columns to read of each row, and their readers.
+        schema: The columns to read of each row, and the `Reader`s of the row's content.
         skip_bad_rows: Whether rows that cannot be used are skipped. If so, it is enough
             that one of the first CHECKED_ROWS rows can be used.
 

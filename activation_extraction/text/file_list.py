@@ -213,9 +213,11 @@ def _no_data_error(
 
     Args:
         path: Value of --dataset_path.
-        problem: The beginning of the message, such as "does not end in". The list of extensions
-            that are read follows it.
-        paths: The paths of the files in the source. The message says how they can be converted.
+        problem: The problem with the source, such as "does not end in". In the message, the
+            extensions of all files that can be read follow it.
+        paths: The paths of the files in the source, or the path of the source if it contains no
+            files. For files with an extension in CONVERSIONS, the message says how to convert them
+            to a format that can be read.
         left_out_files_phrase: Text with the number of files that were left out for each reason,
             such as "2 files (.md)"; "" if no file was left out.
     """
@@ -450,15 +452,19 @@ def _files_in_state(fs: Any, folder: str) -> set[str] | None:
 
 
 def _refuse_saved_splits(path: str, paths: Sequence[str], arrow_paths: Sequence[str]) -> None:
-    """Checks that no folder contains several splits of a data set that `datasets` has saved.
+    """Checks that the files do not contain several splits of a data set that `datasets` has saved.
+
+    `datasets` saves the Arrow files of each split in a folder of its own. The parent folder of
+    these folders contains the file dataset_dict.json.
 
     Args:
         path: Value of --dataset_path, for messages.
-        paths: The paths of all files.
-        arrow_paths: The paths of the Arrow files, whose folders are the splits.
+        paths: The paths of all files that --dataset_path names, which may include
+            dataset_dict.json.
+        arrow_paths: The paths of the Arrow files among `paths`.
 
     Raises:
-        InputError: If a folder contains several splits.
+        InputError: If a folder contains dataset_dict.json, and Arrow files of several splits.
     """
     for file_path in paths:
         if os.path.basename(file_path) != SPLITS_FILE:
@@ -530,8 +536,8 @@ def _data_file_at(fs: Any, folder: str, path: str) -> DataFile:
         return DataFile(
             path, escaped_relative_path, file_status.st_size, str(file_status.st_mtime_ns)
         )
-    # This takes little time for many files: if the file system has cached the listing of the
-    # folder, `info` sends no request.
+    # `info` is fast even if there are many files, because it sends no request if the file system
+    # has cached the listing of the folder.
     file_metadata = fs.info(path)
     file_version = ""
     for version_key in VERSION_KEYS:

@@ -174,8 +174,8 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
     Args:
         file: The file.
         row_group: The number of the row group to read of a Parquet file; 0 for other files.
-        schema: The columns to read of each row, and their readers. Other columns of Parquet and
-            Arrow files are not read.
+        schema: The columns to read of each row, and the `Reader`s of the row's content. Other
+            columns of Parquet and Arrow files are not read.
 
     Raises:
         RunError: If the file cannot be read. The message names the file and the last row that was
@@ -418,12 +418,12 @@ DOUBLE_QUOTES = (
     "save it with doubled quotes in quoted fields, as RFC 4180 has them, or replace it by a whole "
     "one if it is cut off"
 )
-# If a line of a CSV file begins with "a\"",b, it can be read in two ways. If the writer of the file
-# escaped quotation marks with backslashes, the first field is a" and ends before the comma. If the
-# writer doubled quotation marks, the text of the first field begins with a\",b and continues. Files
-# are read in the second way. This pattern matches a \" before a comma or the end of a line in the
-# text of a field. If it matches all quotation marks in the field, the row is not used, because the
-# first way may be the right one.
+# If a line of a CSV file begins with `"a\"",b`, it can be read in two ways. If the writer of the
+# file escaped quotation marks with backslashes, the first field is `a"` and ends before the comma.
+# If the writer doubled quotation marks, the text of the first field begins with `a\",b` and
+# continues. Files are read in the second way. This pattern matches `\"` before a comma or the end
+# of a line in the text of a field. If it matches all quotation marks in the field, the row is not
+# used, because the first way may be the right one.
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 

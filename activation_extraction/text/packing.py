@@ -58,9 +58,11 @@ def pack(
 ) -> Generator[Batch, None, Mark | None]:
     """Packs samples into the rows of batches, and yields the batches.
 
-    The samples of a group are distributed among rows, and the rows are ordered by the numbers of
-    their first samples. A sample without tokens takes no room in a row. It is ordered among the
-    rows by its number, and belongs to the batch that is being filled when its turn comes.
+    The samples of a group are distributed among rows. The rows are added to batches in the order
+    of the numbers of their first samples. A batch is complete when it has `rows_per_batch` rows, or
+    at least GROUP_SAMPLES samples. A sample without tokens takes no room in a row. It is added to
+    the batch after the rows of its group whose first samples have smaller numbers. If these rows
+    complete a batch, it is added to the next batch.
 
     Args:
         samples: The samples, each of at most `tokens_per_row` tokens.

@@ -54,21 +54,21 @@ class TextColumn:
             ColumnError: If the column is missing, or if it contains a conversation or token ids.
             UnusableRowError: If the column contains any other value that is not text.
         """
-        text_value = column_of(row, self.column_name, "--text_column")
-        if text_value is None:
+        column_value = column_of(row, self.column_name, "--text_column")
+        if column_value is None:
             return None
-        if not isinstance(text_value, str):
+        if not isinstance(column_value, str):
             beginning_of_message = f"--text_column {self.column_name}: expected text, found "
-            value_type_phrase = kind_of_value(text_value)
+            value_type_phrase = kind_of_value(column_value)
             if value_type_phrase in READING_FLAGS:
                 raise ColumnError(
                     f"{beginning_of_message}{value_type_phrase}; "
                     f"--{READING_FLAGS[value_type_phrase]} {self.column_name} reads it"
                 )
             raise UnusableRowError(
-                f"{beginning_of_message}{type(text_value).__name__} {text_value!r:.40}"
+                f"{beginning_of_message}{type(column_value).__name__} {column_value!r:.40}"
             )
-        return Content(without_surrogates(text_value)) if text_value.strip() else None
+        return Content(without_surrogates(column_value)) if column_value.strip() else None
 
 
 @dataclass(frozen=True)
@@ -100,38 +100,46 @@ class IdsColumn:
         return self.column_name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
-        """Returns the token ids of a row; None if the row has no token ids.
+        """Returns the token ids of a row, without padding.
 
         Args:
             row: The columns of the row by name.
 
+        Returns:
+            The token ids, and the mask of the tokens whose activations may be stored. None if the
+            column of token ids contains null or an empty list.
+
         Raises:
-            UnusableRowError: If a column is missing or does not contain a list of integers, if the
-                mask does not contain a 0 or 1 for each token id, if it marks all tokens as padding,
-                or if a token id is outside the vocabulary.
+            UnusableRowError: If the column of token ids or of masks is missing or does not contain
+                a list of integers, if the mask does not contain a 0 or 1 for each token id, if it
+                marks all tokens as padding, or if a token id is outside the vocabulary.
         """
-        ids_value = column_of(row, self.column_name, "--ids_column")
-        if ids_value is None or ids_value == []:
+        ids_column_value = column_of(row, self.column_name, "--ids_column")
+        if ids_column_value is None or ids_column_value == []:
             return None
-        token_ids = _integer_array(ids_value, self.column_name, "--ids_column")
-        token_mask = self._mask_of_row(row, len(token_ids)) if self.mask_column else None
-        if token_mask is not None and self.mask_column == ATTENTION_MASK:
-            if not token_mask.any():
+        token_ids = _integer_array(ids_column_value, self.column_name, "--ids_column")
+        storable_token_mask = None
+        if self.mask_column == ATTENTION_MASK:
+            non_padding_token_mask = self._mask_of_row(row, len(token_ids))
+            if not non_padding_token_mask.any():
                 raise UnusableRowError(
-                    f"--mask_column {self.mask_column}: each of its {len(token_mask)} values is 0, "
+                    f"--mask_column {self.mask_column}: each of its {len(token_ids)} values is 0, "
                     "which says that all is padding; expected a 1 for each token"
                 )
             # The tokens of padding are removed before the token ids are checked, because they may
             # have token ids that the model lacks.
-            token_ids = token_ids[token_mask]
-            token_mask = None
+            token_ids = token_ids[non_padding_token_mask]
+        elif self.mask_column:
+            storable_token_mask = self._mask_of_row(row, len(token_ids))
         if token_ids.min() < 0 or token_ids.max() >= self.vocabulary_size:
             token_id_to_report = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
             raise UnusableRowError(
                 f"--ids_column {self.column_name}: token id {token_id_to_report}; the model has "
                 f"token ids 0 to {self.vocabulary_size - 1}"
             )
-        return Content(token_ids=token_ids.astype(np.int32), storable_token_mask=token_mask)
+        return Content(
+            token_ids=token_ids.astype(np.int32), storable_token_mask=storable_token_mask
+        )
 
     def _mask_of_row(self, row: Mapping[str, Any], num_token_ids: int) -> np.ndarray:
         """Returns the mask in the mask column of a row.
@@ -146,8 +154,8 @@ class IdsColumn:
         Raises:
             UnusableRowError: If the column does not contain a 0 or 1 for each token id.
         """
-        mask_value = column_of(row, self.mask_column, "--mask_column")
-        mask_integers = _integer_array(mask_value, self.mask_column, "--mask_column")
+        mask_column_value = column_of(row, self.mask_column, "--mask_column")
+        mask_integers = _integer_array(mask_column_value, self.mask_column, "--mask_column")
         if len(mask_integers) != num_token_ids or not np.isin(mask_integers, (0, 1)).all():
             raise UnusableRowError(
                 f"--mask_column {self.mask_column}: expected {num_token_ids} values, each 0 or 1, "

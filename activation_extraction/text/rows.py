@@ -182,9 +182,9 @@ class RowSchema:
 
         Returns:
             The columns in `names` that contain the content, the id or a value for --keep_columns.
-            All of `names` if no reader finds all of its required columns in the file, or if the
-            file lacks a column that --id_column or --keep_columns names. Then the error message
-            can list all columns of the file.
+            All of `names` if none of `self.readers` finds all of its required columns in the file,
+            or if the file lacks a column that --id_column or --keep_columns names. Then the error
+            message can list all columns of the file.
         """
         columns_named_by_flags = list(self.keep_columns)
         if self.id_column is not None:

@@ -40,7 +40,10 @@ PREVIEW_CHARACTERS = 200  # the largest length of SampleFacts.text_preview
 
 
 class ChangedDataError(RunError):
-    """Raised if the data set has changed, so that a stored sample would come from another row."""
+    """Raised if the data set has changed since samples were stored.
+
+    A sample with the number of a stored sample would now be made from another row.
+    """
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class SampleSettings:
             tokens: The tokens of the document, including special tokens.
 
         Returns:
-            A mask, bool (tokens.num_document_tokens,); None if every sample keeps all of its
-            tokens.
+            A mask of all tokens of the document, including special tokens, bool
+            (tokens.num_document_tokens,). None if every sample keeps all of its tokens.
         """
         storable_token_mask = document.content.storable_token_mask
         if storable_token_mask is None and not self.overlap and self.token_choice.keeps_everything:
@@ -398,11 +401,12 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
 
     Args:
         sample: The sample.
-        mark: The mark before the returned sample. It already counts the kept tokens of all samples
-            before this one.
+        mark: The mark before the returned sample, which replaces the mark in `sample`. Its `tokens`
+            counts the kept tokens of all earlier samples.
         max_kept: The largest number of tokens that the returned sample keeps.
         continues: Whether the next sample continues with the remaining tokens of the document. If
-            so, these tokens do not count as cut.
+            so, `SampleFacts.cut` of the returned sample is 0, because no token is left out.
+            Otherwise it is the number of remaining tokens.
     """
     kept_positions_or_none = sample.kept_positions_or_none
     num_returned_tokens = len(sample.token_ids)

@@ -102,7 +102,7 @@ class FilePartitions:
         Args:
             partitions: Partitions in the order in which they are read. Each is a file and the
                 number of a row group in the file, which is 0 if the partition is the whole file.
-            schema: Columns to read of each row, and the readers that make documents of them.
+            schema: Columns to read of each row, and the `Reader`s of the row's content.
         """
         self._partitions = tuple(partitions)
         self._row_schema = schema
@@ -195,9 +195,12 @@ def open_files(
 
     Args:
         path: Value of --dataset_path, or a source of --mix.
-        schema: Columns to read of each row, and their readers. Other columns of Parquet and Arrow
-            files are not read.
+        schema: Columns to read of each row, and the `Reader`s of the row's content. Other columns
+            of Parquet and Arrow files are not read.
         files: Files in the order in which they are read; None to list the files of `path`.
+
+    Returns:
+        The rows of all partitions of the files. The partitions are in the order of the files.
 
     Raises:
         InputError: If the files cannot be listed, if they are Parquet files without row groups, or

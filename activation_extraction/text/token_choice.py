@@ -52,29 +52,33 @@ class TokenChoice:
     def eligible(
         self,
         num_tokens: int,
-        mask: np.ndarray | None,
+        storable_token_mask: np.ndarray | None,
         token_labels_by_name: Mapping[str, np.ndarray],
     ) -> np.ndarray:
-        """Returns the mask of a document's tokens to which the rule of --positions applies.
+        """Returns a mask of the tokens of a document to which the rule of --positions applies.
 
-        The rule applies to the tokens that are not only context. If `self.roles` is not empty, it
-        applies only to the tokens with one of these roles. If the rule is `last_of_turn`, the mask
-        selects only the last of these tokens in each turn of the whole document. A sample that ends
-        before this token keeps no token of the turn.
+        These are the tokens whose activations may be stored. If `self.roles` is not empty, only
+        tokens with one of these roles are selected. If the rule is `last_of_turn`, only the last
+        such token of each turn is selected. Turns are those of the whole document. So if a sample
+        ends before the selected token of a turn, the sample keeps no token of this turn.
 
         Args:
             num_tokens: The number of tokens of the document.
-            mask: Mask that is False for tokens that are only context, bool (num_tokens,); None if
-                no token is only context.
+            storable_token_mask: Mask of the tokens whose activations may be stored, bool
+                (num_tokens,). None if the activations of all tokens may be stored. Other tokens are
+                only context for the model.
             token_labels_by_name: Name of a label -> its value for each token, int32 (num_tokens,).
                 The labels are "role", an index into ROLES, which `self.roles` needs, and "turn",
                 the number of the turn, which `last_of_turn` needs. Empty if the document has no
                 labels.
 
         Returns:
-            A mask, bool (num_tokens,).
+            The mask of the selected tokens, bool (num_tokens,).
         """
-        eligible_mask = np.ones(num_tokens, bool) if mask is None else mask.copy()
+        if storable_token_mask is None:
+            eligible_mask = np.ones(num_tokens, bool)
+        else:
+            eligible_mask = storable_token_mask.copy()
         if self.roles:
             role_indices = [ROLES.index(role) for role in self.roles]
             eligible_mask &= np.isin(token_labels_by_name["role"], role_indices)

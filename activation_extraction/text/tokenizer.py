@@ -188,7 +188,7 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the names and values of the tokenizer's settings that determine token ids."""
     settings_that_determine_ids: dict[str, Any] = json.loads(
-        tokenizer.to_str(), object_hook=_without_defaults
+        tokenizer.to_str(), object_hook=_effective_settings
     )
     for setting_name in KEYS_NOT_COMPARED:
         settings_that_determine_ids.pop(setting_name, None)
@@ -205,8 +205,15 @@ def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     return settings_that_determine_ids
 
 
-def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns an object of tokenizer.json without settings that have no effect on token ids."""
+def _effective_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object of tokenizer.json without settings that have no effect on token ids.
+
+    Such settings are `trim_offsets`, which changes only the offsets of tokens, and all settings
+    whose values are null, false or an empty text, because these settings are turned off.
+
+    Args:
+        settings: The settings in the object by name.
+    """
     effective_setting_by_name = {}
     for setting_name, setting in settings.items():
         is_setting_off = setting is None or setting is False or setting == ""

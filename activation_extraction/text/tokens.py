@@ -184,10 +184,11 @@ def _tokenise_all(
 
     Args:
         tokenizer: The tokenizer.
-        contents: The contents of the documents, which are texts.
+        contents: The contents of the documents: texts or rendered conversations, but not token ids.
         max_tokens: The largest number of tokens to return of each document, from its beginning.
             None to return all tokens.
-        cuts: A pattern of the positions where a text may be cut; None if texts must not be cut.
+        cuts: A pattern with a match of length 0 at each position where a long text may be cut into
+            sections, from `safe_cuts`; None if texts must not be cut.
 
     Returns:
         The tokens of each document. They have `start_offsets` if `max_tokens` is None, or if any of
@@ -363,8 +364,10 @@ def _labels_of_tokens(content: Content, offsets: np.ndarray) -> dict[str, np.nda
         offsets: Offsets in characters at which each token begins and ends, int32 (tokens, 2).
 
     Returns:
-        The labels by name, "role" and "turn", int32 (tokens,) each. Empty if the document is no
-        conversation, so that `content.spans` is empty.
+        A dict with two labels, or an empty dict if `content.spans` is empty:
+            "role": Index of the role of each token in ROLES, int32 (tokens,).
+            "turn": Number of the turn of each token, counted from 0, int32 (tokens,). Each token of
+            the template belongs to a turn, too.
     """
     if not content.spans:
         return {}
