@@ -1,22 +1,30 @@
 """The table of a shard's samples, `shard_0001.samples.parquet`, which is read without the shard.
 
-The table contains a row for every sample, in the order of the shard. It has a column for the number
-of stored tokens, and columns for the facts of the samples (`SampleFacts`):
+The table contains a row for every sample, in the order of the shard. It has the following columns
+(see also `SampleFacts`):
 
-  sample_idx, tokens      number of the sample, which is unique in the run; number of stored tokens
-  doc_id, text_preview    `id` of the sample's row in the data set; first 200 characters of the text
-  row                     row of the data set, such as {"file": "a.jsonl", "line": 7}
-  cut                     number of tokens that were left out at the end of the document
+  sample_idx      number of the sample, which is unique in the run
+  tokens          number of stored tokens
+  doc_id          `id` of the sample's row in the data set
+  text_preview    first 200 characters of the text
+  row             position of the row in the data set, such as {"file": "a.jsonl", "line": 7}
+  cut             number of tokens that were left out at the end of the document
 
-It also contains every column of the data set that is kept, under its own name. If pyarrow finds a
-type for the values of a column from which all of them can be read back, the column has this type.
-If the type is a struct, readers leave out the fields of a value that are null. If pyarrow finds no
-such type, the column contains JSON texts, and null for a sample that lacks the column. The metadata
-of the column's field in the Arrow schema then contain `encoding`: `JSON`.
+It also contains the kept columns, under their own names: the columns of the data set that
+--keep_columns names, or the `columns` that a program with a loop of its own passes to
+`ActivationStorage.add_activation`.
 
-Values are read back as they were before they were stored. The bytes depend on the content, on the
-version of pyarrow, and on the id of the process that wrote the file, which is `writer` in the
-metadata of the Arrow schema.
+The columns `sample_idx`, `tokens` and `cut` contain integers. Any other column has the type that
+pyarrow infers from its values. If this type is a struct, readers leave out the fields of a value
+that are null. A column contains JSON texts instead if a sample lacks the column, if pyarrow can
+infer no type, if the type is too large (MAX_FIELDS) or contains an empty struct, or if the values
+that are read from a column of this type would differ from the original values. Such a column
+contains null for a sample that lacks it, and the metadata of its field in the Arrow schema contain
+`encoding`: `JSON`.
+
+Values are read back as they were before they were stored. The bytes of the file depend on the
+content, on the version of pyarrow, and on the id of the process that wrote the file, which is
+`writer` in the metadata of the Arrow schema.
 """
 
 import json
@@ -45,8 +53,8 @@ ABSENT = object()  # value of a sample that lacks a column; tables contain null 
 DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, ValueError, TypeError)
 # Option of pyarrow with which concatenated columns get a type that can contain all values.
 PROMOTED = "permissive"
-# Largest number of lists and of fields of structs in the type of a column. Every row needs memory
-# for all of them, and deeply nested types have many of them.
+# Largest number of lists and struct fields, counted together, in the type of a column. Every row
+# needs memory for all of them, and deeply nested types have many of them.
 MAX_FIELDS = 32
 
 
@@ -95,11 +103,13 @@ def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
 
 
 def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
-    """Returns the samples in a table, in the order of its rows, with decoded values.
+    """Returns the samples in a table, in the order of its rows.
+
+    Values that the table contains as JSON texts are decoded.
 
     Args:
         table: Table of samples, or some of its columns, which include `sample_idx` and `tokens`. A
-            fact without a column gets its default.
+            field of `SampleFacts` whose column is missing gets its default.
     """
     kept_columns_of_samples: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
     for column_name in table.column_names:
@@ -130,8 +140,8 @@ def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
 def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
     """Returns the samples in a table by `sample_idx`, with the facts that continuing a run needs.
 
-    The facts are those in the columns TO_CONTINUE. Previews and kept columns are left out, because
-    they are large.
+    These facts are in the columns TO_CONTINUE. Text previews, and the columns of the data set that
+    are stored with the samples, are left out, because they are large.
 
     Args:
         table: Table of samples.
@@ -213,8 +223,10 @@ def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Arr
         values: Value of each sample; ABSENT for a sample that lacks the column.
 
     Returns:
-        A tuple of the column's field in the Arrow schema, and its values. The column has the type
-        that pyarrow infers if all values can be read back. Otherwise it contains JSON texts.
+        A tuple of the column's field in the Arrow schema, and its values. A column in FIXED has the
+        type that FIXED contains. Any other column has the type that pyarrow infers, if no sample
+        lacks the column, and if the values that are read from a column of this type equal the
+        original values. Otherwise it contains JSON texts, and null for a sample that lacks it.
     """
     if name in FIXED:
         return pyarrow.field(name, FIXED[name]), pyarrow.array(values, FIXED[name])
@@ -231,11 +243,13 @@ def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Arr
 def _array_or_none(values: Sequence[Any]) -> pyarrow.Array | None:
     """Converts the values of a column to an array of the type that pyarrow infers from them.
 
-    None is returned if pyarrow cannot infer a type, if the type contains more than MAX_FIELDS lists
-    and fields of structs, or if it contains an empty struct, which Parquet cannot store.
-
     Args:
         values: Value of each sample.
+
+    Returns:
+        The array. None if pyarrow cannot infer a type or convert the values to it, if the type is
+        too large (its lists and struct fields together are more than MAX_FIELDS), or if it contains
+        an empty struct, which Parquet cannot store.
     """
     with suppress(*DOES_NOT_FIT):
         arrow_type = pyarrow.infer_type(values)
@@ -257,12 +271,14 @@ def _is_json(table: pyarrow.Table, name: str) -> bool:
 def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
     """Returns the values of a column as they were before they were stored.
 
-    The value of a sample that lacks the column is ABSENT if the column contains JSON texts, and
-    otherwise None.
-
     Args:
         table: Table of samples.
-        name: Name of the column, which the table must contain.
+        name: Name of one of the table's columns.
+
+    Returns:
+        The value of each sample. If the column contains JSON texts, null in the table means that
+        the sample lacks the column, and becomes the constant ABSENT. In any other column, null
+        becomes None.
     """
     stored_column = table[name].combine_chunks()
     if _is_json(table, name):
@@ -345,7 +361,8 @@ def _check_facts(facts: SampleFacts) -> None:
         facts: Facts of the sample.
 
     Raises:
-        StorageError: If a fact is not a JSON value, or a kept column has the name of a fact.
+        StorageError: If a fact is not a JSON value, or if the name of one of the further columns of
+            the sample (`facts.columns`) is in SAMPLE_COLUMNS or contains a lone surrogate.
     """
     sample_phrase = f"sample {facts.sample_idx}"
     kept_columns = facts.columns

@@ -24,8 +24,9 @@ from activation_extraction.common.log import log
 from activation_extraction.store.local_files import FolderError
 
 CHECK_SECONDS = 1.0  # largest number of seconds between two checks whether bytes are being sent
-# Seconds for which all writes use the same result of a check whether bytes are being sent. The
-# result is shared because a check reads large tables of the system.
+# A check whether bytes are being sent reads the kernel's tables of TCP connections (TCP_TABLES),
+# which may be large. So all writes of this process share the result of a check, for at most this
+# many seconds.
 SHARED_SECONDS = 0.2
 # Seconds after which the first message about a waiting write is logged. The next messages follow
 # after twice as many seconds, after four times as many, and so on.
@@ -169,7 +170,8 @@ def _own_sockets() -> set[str]:
     """Returns the inodes of the sockets that this process has open."""
     socket_inodes = set[str]()
     for descriptor_name in os.listdir(OPEN_FILES):
-        with suppress(OSError):  # the descriptor may have been closed since the folder was listed
+        # The descriptor may have been closed since OPEN_FILES (/proc/self/fd) was listed.
+        with suppress(OSError):
             file_type, _, inode_in_brackets = os.readlink(OPEN_FILES / descriptor_name).partition(
                 ":"
             )

@@ -1,27 +1,29 @@
 """Checks whole shards, for --verify and --repair.
 
---verify reports bad shards, and --repair withdraws them. Both must distinguish a bad shard from a
-shard that could not be read. A shard is only bad if its content was read and differs, or if a file
-certainly does not exist. The following list contains all checks of a shard, in this module and in
-the modules that read shards. For each check, it gives the damage that no other check finds:
+--verify reports bad shards. --repair replaces their commits by reservations, and stores their
+samples again. Both must distinguish a bad shard from a shard that could not be read. A shard is
+only bad if its content was read and differs from its commit, or if one of its files certainly does
+not exist. The following list contains all checks of a shard, in this module and in the modules that
+read shards. For each check, it gives the damage that no other check finds:
 
 - *Sizes* (`RunLog.missing_file_names`, and `check_shard` here): files that are missing or cut
   short, before any file is read, and files that are too long. The folder refuses to read a file
   that is too long, and without this check the refusal would look like a request that failed.
-- *Versions* (shard_reader.py, in a bucket): a file that was replaced since its JSON was read,
+- *Versions* (shard_reader.py, in a bucket): a file that was replaced since its commit was read,
   because the run was overwritten or repaired. Its content is not damaged.
-- *CRC-32C of every MiB*, and of every block of tokens in a safetensors shard (shard_reader.py):
-  damage in a range of the file, for readers that do not read the rest of the file.
+- *CRC-32C of every MiB* of the file of activations, and of every block of tokens in a safetensors
+  shard (shard_reader.py): damage in a range of the file, for readers that do not read the rest of
+  the file.
 - *SHA-256* of a whole file (shard_reader.py): any damage, with certainty. The small files are
   compared whenever they are read; the file of activations is compared only here.
 - *Dtypes, shapes and counts* of the tensors (`open_shard`) and of the table (`read_table`): files
-  that are not damaged, but differ from the description in the JSON, because of a fault of the
-  program that wrote them, or because somebody has edited the JSON.
+  that are not damaged, but differ from the description in the commit, because of a fault of the
+  program that wrote them, or because somebody has edited the commit.
 
 `check_shard` compares the sizes, the versions, the SHA-256 of every file, and the counts of the
-table. Reading rows compares the CRC-32C and the tensors; --verify reads some samples that way to
-recompute them. The checksums inside gzip and zip files find nothing more, because the bytes of
-these files were compared before.
+table. Reading the values of tokens compares the CRC-32C and the tensors. --verify reads some
+samples that way, to compare them with recomputed values. The checksums inside gzip and zip files
+find nothing more, because the bytes of these files were compared before.
 """
 
 from collections.abc import Callable, Iterator, Sequence

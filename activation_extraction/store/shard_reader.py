@@ -1,11 +1,11 @@
 """Reads shards: their samples, their tokens, and the activations at their hooks.
 
-A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
-to be read whole, and is converted to a safetensors file in memory. All bytes are compared with a
-CRC-32C in the shard's JSON before they are used. For a safetensors file that is not local, the
-checksums of blocks of tokens (RangeChecksums) are compared. For a local file, for a pickle, and if
-the JSON lacks these checksums, the checksums of every MiB are compared. Reading never runs pickled
-code.
+A safetensors shard is read by ranges: only the values of the requested tokens at the requested
+hooks. A pickle has to be read whole, and is converted to a safetensors file in memory. All bytes
+are compared with a CRC-32C in the shard's commit before they are used. For a safetensors file that
+is not local, the checksums of blocks of tokens (RangeChecksums) are compared. For a local file, for
+a pickle, and if the commit lacks these checksums, the checksums of every MiB of the file are
+compared. Reading never runs pickled code.
 """
 
 import hashlib
@@ -49,7 +49,8 @@ HEADER_BYTES = 2**16
 # runs, shards and hooks.
 MAX_REQUESTS = 32
 # Largest size in bytes of a read whose requests count as small. Small requests have threads of
-# their own, because they mostly wait for an answer, and would keep large requests from being sent.
+# their own: they mostly wait for an answer, and in shared threads they would occupy the threads
+# that large requests need.
 SMALL_REQUEST_BYTES = MIB // 2
 MAX_SMALL_REQUESTS = 64  # number of small requests to buckets at the same time
 
@@ -68,7 +69,9 @@ def request_threads(process: int, small: bool) -> ThreadPoolExecutor:
 
 
 def can_read_ranges(commit: Commit) -> bool:
-    """Returns whether rows of a shard can be read without the rest of its file.
+    """Returns whether the values of some tokens can be read without the rest of a shard's file.
+
+    The file is the shard's file of activations. A pickle has to be read whole.
 
     Args:
         commit: Commit of the shard.
@@ -92,8 +95,8 @@ class ShardBytes:
     """Reads ranges of a shard's file of activations, and checks all bytes that it reads.
 
     The bytes are compared with the CRC-32C values that the commit records. A local file is mapped
-    into memory, and each MiB is compared when it is first read. If the file is in a bucket, the
-    threads of `request_threads` read whole blocks, in requests of about REQUEST_BYTES bytes.
+    into memory, and each MiB of it is compared when it is first read. If the file is in a bucket,
+    the threads of `request_threads` read whole blocks, in requests of about REQUEST_BYTES bytes.
 
     Args:
         folder: Folder of the shard.
@@ -121,13 +124,16 @@ class ShardBytes:
     ) -> Callable[[], np.ndarray]:
         """Begins to read a range of bytes.
 
+        The bytes are compared with the checksums of consecutive pieces of the file. All pieces that
+        contain bytes of the range are compared as a whole. If the file is in a bucket, they are
+        also read as a whole.
+
         Args:
             start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
-            blocks: Blocks that contain the range, which are usually smaller than a MiB. From a
-                bucket, whole blocks are read, and their checksums are compared. None to read whole
-                MiB, and to compare their checksums. If the file is local, the checksums of whole
-                MiB are compared in any case.
+            blocks: The pieces and their checksums. The pieces must contain the range. None for
+                pieces of one MiB each. If the file is local, its pieces have one MiB each in any
+                case.
 
         Returns:
             A function that waits for the bytes and returns them, uint8 (stop - start,). If the file
@@ -257,7 +263,8 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[StoredHook]) -> S
         hooks: Hooks that will be read.
 
     Raises:
-        RunError: If the file is missing or damaged, or does not match its JSON.
+        RunError: If the file of activations is missing or damaged, or does not match its commit.
+        FolderError: If the file cannot be read.
     """
     hooks = list(hooks)
     file_url = f"{folder.url}/{commit.file}"

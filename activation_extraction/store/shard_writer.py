@@ -50,7 +50,8 @@ class ShardWriter:
         options: Options of the shards, such as their size.
         sources: Files from which the samples come, to check that they do not change. None for no
             check.
-        on_wait: Function without arguments that is called repeatedly while `take` waits.
+        on_wait: Function without arguments that is called repeatedly while the method `take`, which
+            is called before the samples of a batch are added, waits for free memory.
         on_commit: Function without arguments that is called after each commit, in the thread that
             commits.
 
@@ -136,9 +137,10 @@ class ShardWriter:
         """Stores the last samples as a shard, and waits until all shards are committed.
 
         Args:
-            complete: Whether there are no more samples. If this is so in a repair, a shard is
-                stored for each missing or bad shard that has not been stored again yet: the last of
-                these shards contains the last samples, and the others contain no samples.
+            complete: Whether there are no more samples. A repair must replace every missing or bad
+                shard before a good one, even if too few samples are left. So if `complete` is True
+                in a repair, the last samples are stored in the last of the shards that have not
+                been replaced yet, and the others of these shards are stored without samples.
 
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.
@@ -195,7 +197,9 @@ class ShardWriter:
 
         Args:
             shard: The shard. Its values are encoded here if they are not encoded yet.
-            mark: Mark for the commit.
+            mark: Mark that the commit records, from which a later process can continue the run.
+                None for the beginning of the data, or if a program with a loop of its own adds the
+                samples.
             number: Number of the shard.
             queued_shard: Entry of the shard in the queue. This method sets its `phase`.
 

@@ -29,11 +29,12 @@ SINK, OTHER = 0, 1
 
 @dataclass(eq=False)
 class Sums:
-    """Sums over some tokens at one hook, which can be merged.
+    """Sums over some tokens at one hook.
 
-    There are separate sums for attention sinks (at index 0) and other tokens (at index 1). The
-    first token of a sample (position 0) counts as a sink, and no other token does, so that the kind
-    of a token does not depend on other tokens. `width` is the number of values of a token.
+    Two objects with sums over disjoint sets of tokens can be merged into one. There are separate
+    sums for attention sinks (at index 0) and other tokens (at index 1). The first token of a sample
+    (position 0) counts as a sink, and no other token does, so that the kind of a token does not
+    depend on other tokens. `width` is the number of values of a token.
 
     Attributes:
         counts: Number of tokens of each kind, int64 (2,).
@@ -97,13 +98,16 @@ class Sums:
 
 
 def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.ndarray) -> Sums:
-    """Returns the sums over tokens at one hook, which are computed block by block in float64.
+    """Returns the sums from which the statistics of some tokens at one hook are computed.
+
+    The class `Sums` lists them. They are computed in float64, from one block of tokens at a time.
 
     Args:
         decode: Function that takes a slice of the tokens, and returns their values,
             (tokens in the slice, width), of any real dtype.
         width: Number of values of a token.
-        positions: Positions of all tokens in their samples, int32 (tokens,).
+        positions: Position of each token in its sample, int32 (tokens,). There are separate sums
+            for the tokens at position 0, which count as attention sinks.
     """
     token_count = len(positions)
     sums_over_tokens = Sums.zeros(width)
@@ -135,9 +139,10 @@ def _add_rows(sums: np.ndarray, block: np.ndarray, sink_indices: np.ndarray) -> 
     """Adds the rows of a block to two sums, one over attention sinks and one over other tokens.
 
     Args:
-        sums: Sums to which the rows are added, float64 (2, width).
-        block: Rows of the tokens, float64 (tokens, width).
-        sink_indices: Indices of the rows that are attention sinks.
+        sums: The two sums, float64 (2, width), which are changed in place. `sums[SINK]` is the sum
+            over attention sinks, and `sums[OTHER]` is the sum over other tokens.
+        block: The rows, one for each token, float64 (tokens, width).
+        sink_indices: Indices of the rows whose tokens are attention sinks.
     """
     sink_sum = np.add.reduce(block[sink_indices], 0)
     sums[SINK] += sink_sum
@@ -148,8 +153,8 @@ def _add_rows(sums: np.ndarray, block: np.ndarray, sink_indices: np.ndarray) -> 
 class EncodingError:
     """Number, mean and maximum of the relative errors of tokens that are encoded as float8.
 
-    Objects for different tokens can be merged. The relative error of a token x is the Euclidean
-    norm of x - decoded x, divided by the Euclidean norm of x.
+    Two objects for disjoint sets of tokens can be merged into one. The relative error of a token x
+    is the Euclidean norm of x - decoded x, divided by the Euclidean norm of x.
 
     Attributes:
         tokens: Number of tokens whose error was measured.
@@ -189,7 +194,9 @@ ErrorByTokenKind = dict[str, EncodingError]
 
 @dataclass(frozen=True)
 class CodeSums:
-    """Sums over the codes of some tokens at one hook, which can be merged.
+    """Sums over the codes of some tokens at one hook.
+
+    Two objects with sums over disjoint sets of tokens can be merged into one.
 
     Attributes:
         tokens: Number of tokens.
@@ -254,7 +261,7 @@ class CodeSums:
 class SumsOfCodes:
     """Sums over the codes at one hook, separately for first tokens of samples and other tokens.
 
-    The sums over different tokens can be merged.
+    Two objects with sums over disjoint sets of tokens can be merged into one.
 
     Attributes:
         first_token_sums: Sums over the first tokens of samples (position 0).

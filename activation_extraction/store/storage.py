@@ -64,7 +64,8 @@ class ActivationStorage:
                 storage.add_activation("third", activation, sample_idx, "a text", token_ids)
 
     If `output_dir` contains an interrupted run with the same `identity`, this run is continued. Its
-    stored samples stay as they are, and are skipped if the program adds them again.
+    stored samples, whose number is `totals.samples`, stay as they are, and are skipped if the
+    program adds them again.
 
     A storage is a context manager. The constructor only reads. Nothing is written before `open`,
     which is called on entering the context, or by the first sample without a context. Leaving the
@@ -75,8 +76,9 @@ class ActivationStorage:
 
     Args:
         output_dir: Local folder for all files of the run. It is created if it does not exist.
-        hooks: Full names of the hooks, by the keys that shards use for them: layer numbers or hook
-            names. A sample is complete when it has an activation for every key.
+        hooks: Key of a hook -> full name of the hook. A key is an integer, such as the number of a
+            layer, or any text. `add_activation` and the shards refer to the hook by its key. A
+            sample is complete when it has an activation for every key.
         options: Options of the shards, such as their format and size. None for the defaults.
         identity: Settings that decide the content of the shards, except for the hooks. A run can
             only be continued with the same settings. None for the defaults.
@@ -86,9 +88,10 @@ class ActivationStorage:
             `output_dir` only.
         facts: Further facts about the run, which metadata.json records. None to record none.
         repair: Whether to repair a stored run (repair.py). The constructor then reads every shard,
-            to find damaged and missing ones, and `open` withdraws these shards. The program must
-            add all samples again, in the same order. Stored samples are skipped, and the lost ones
-            are stored again.
+            to find damaged and missing ones. `open` replaces the JSON files of these shards by
+            reservations, so that the shards no longer exist. The program must add all samples
+            again, in the same order. The samples of the damaged and missing shards are stored
+            again, and the other samples are skipped.
         on_wait: Function without arguments that is called repeatedly while adding a sample waits
             for free memory.
 
@@ -319,8 +322,9 @@ class ActivationStorage:
             The metrics of `ShardQueue.gauges`, and these:
             "shards_stored": Number of committed shards of the run.
             "bytes_stored": Total size of the files of activations in these shards, in bytes.
-            "upload_retries_since_start": Number of attempts at requests to the folder that have
-            failed in this process.
+            "upload_retries_since_start": Number of failed attempts to send a request to the folder
+            (`destination`) since this process started. A failed attempt counts if its reason may
+            pass, even if a later attempt succeeded.
         """
         return {
             "shards_stored": self.totals.shards,
@@ -582,8 +586,9 @@ class ActivationStorage:
                 the shards record a larger number.
 
         Raises:
-            ValueError: If `complete` is True, and a sample lacks an activation at a hook, or the
-                program has not added all samples that a repair needs. All complete samples are
+            ValueError: If `complete` is True, and a sample lacks an activation at a hook. Also if
+                `complete` is True, the storage was opened to repair damaged and missing shards, and
+                the program has not added all samples of the run again. All complete samples are
                 committed nevertheless.
             StorageError: If a file could not be written.
         """

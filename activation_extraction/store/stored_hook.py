@@ -318,10 +318,14 @@ class StoredHook(ABC):
 
     @abstractmethod
     def from_record(self, record: Mapping[str, Any]) -> Any:
-        """Returns the values of one sample at this hook from a pickle, in the stored form.
+        """Returns the values of one sample at this hook from the record of the sample in a pickle.
 
         Args:
             record: Record of the sample, as pickle_file.py describes it.
+
+        Returns:
+            The values as a shard in memory contains them: an array (tokens, width) at a dense hook,
+            and `Codes` at a hook with codes.
 
         Raises:
             KeyError: If the record lacks a field.
@@ -341,7 +345,8 @@ class StoredHook(ABC):
     def min_token_bytes(self) -> int:
         """The smallest number of bytes that the values of a token can take in a shard.
 
-        Compression is left out. Codes take more bytes if features are active.
+        This is the size before compression. For codes, it is the size of a token without active
+        features.
         """
 
     @abstractmethod
