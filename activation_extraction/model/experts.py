@@ -231,32 +231,36 @@ def _sum_in_ring(
     chosen_experts: Array,
     stacks: Stacks,
 ) -> Array:
-    """Computes sums over the experts of all devices, by sending tokens and sums around a ring.
+    """Computes the weighted sums of the results of experts that are divided among devices.
 
-    Every device runs its experts on the tokens of all devices. First, the tokens go around the
-    ring. Half of each device's tokens go forwards and half backwards, so that both directions of
-    the links are used. The tokens that a device collects are divided into parts. Part 0 contains
-    the device's own tokens. Part k contains the first half of the tokens of the device k places
-    before this device in the ring, and the second half of the tokens of the device k places after
-    this device.
+    Every device runs its experts on the tokens of all devices. First, the tokens go around a ring
+    of the devices. Half of each device's tokens go forwards and half backwards, so that both
+    directions of the links are used. The tokens that a device collects are divided into parts. Part
+    0 contains the device's own tokens. Part k contains the first half of the tokens of the device k
+    places before this device in the ring, and the second half of the tokens of the device k places
+    after this device.
 
-    Then the sums go around the ring. There is a sum for each half of a device's tokens. It starts
-    at the first device that received this half, and follows the half's direction around the ring,
-    until it arrives at the half's own device. Every device on the way adds the results of its
-    experts, and the half's own device adds its results last.
+    Then the sums go around the ring. Each half of a device's tokens has an array with the sums of
+    these tokens. The array starts at the first device that received this half, and follows the
+    half's direction around the ring, until it arrives at the half's own device. Every device on the
+    way adds the results of its experts, and the half's own device adds its results last.
 
-    So the tokens are sent while rows are sorted, and the sums of one part are sent while the sums
-    of the next part are computed. Each weight is read once.
+    The sending overlaps with the computation. While the tokens are sent, each device can already
+    sort the pairs of a token and one of its experts by expert, because it only needs the numbers of
+    the experts to do so. While the sums of one part are sent, the sums of the next part are
+    computed. Each device reads the weights of its experts once.
 
     Letters: T tokens, D hidden, X experts of a token.
 
     Args:
         ring: The numbers of the devices in the order of the ring.
-        compute_expert_sum: The function that computes the sums over one device's experts.
+        compute_expert_sum: The function that computes the sums over one device's experts (see
+            `ExpertSumFunction`).
         x: The tokens of this device, (T, D).
         routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, counted over all devices, (T, X) int32.
-        stacks: The weights of this device's experts.
+        stacks: The weights of this device's experts in all layers, and the number of the layer that
+            is computed.
 
     Returns:
         The sums for the tokens of this device, (T, D) float32.
@@ -326,8 +330,8 @@ def _sum_in_ring(
     )
 
     # Without barriers, XLA would join the results of the parts in one array again, in order to
-    # convert and slice them together. The first sums could then not be sent to other devices before
-    # the last ones are computed.
+    # convert and slice them together. The results of the first parts could then not be sent to
+    # other devices before the results of the last parts are computed.
     own_part_results, *other_part_results = map(
         lax.optimization_barrier, jnp.split(y, device_count)
     )
@@ -353,7 +357,9 @@ def in_sorted_rows(
 ) -> Array:
     """Computes the weighted sum of each token's experts by sorting copies of the tokens by expert.
 
-    The results are added up for one expert of every token at a time, so that no array contains the
+    Every token is copied once for each of its experts. These copies are the rows that are sorted.
+    After the experts have run on the rows, a loop adds the results of the first expert of every
+    token, then the results of the second expert of every token, and so on. So no array contains the
     results of all rows in float32.
 
     Letters: T tokens, D hidden, X experts of a token.
@@ -364,9 +370,11 @@ def in_sorted_rows(
         x: The tokens, (T, D).
         routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, (T, X) int32.
-        stacks: The weights of the experts.
-        parts: The number of equal parts of the tokens whose sums are computed one after the other,
-            so that the sums of the first parts can be sent to other devices early.
+        stacks: The weights of the experts of all layers, and the number of the layer that is
+            computed.
+        parts: The number of equal parts into which the tokens are divided. The parts' sums are
+            computed one after the other, so that the sums of the first parts can be sent to other
+            devices early.
 
     Returns:
         The sums, (T, D) float32. See `ExpertSumFunction`.
@@ -420,9 +428,9 @@ def in_sorted_rows(
 def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     """Runs experts on sorted rows with `lax.ragged_dot`, for which XLA has a kernel on TPUs.
 
-    `lax.ragged_dot` gets the weights of all layers, because a slice of them would be a copy. The
-    experts of other layers get no rows. On other platforms than TPUs, `lax.ragged_dot` multiplies
-    every row with every expert.
+    `lax.ragged_dot` gets the weights of the experts of all layers, because a slice with the weights
+    of one layer would be a copy. Only the experts of the layer that is computed get rows. On other
+    platforms than TPUs, `lax.ragged_dot` multiplies every row with the weights of every expert.
 
     Letters: n rows, E experts.
 
@@ -430,7 +438,8 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
         x: The inputs of the experts, (n, D), a row for each pair of a token and one of its experts,
             sorted by expert.
         row_counts: The number of rows of each expert, (E,) int32.
-        stacks: The weights of the experts.
+        stacks: The weights of the experts of all layers, and the number of the layer that is
+            computed.
 
     Returns:
         The result of each row's expert, (n, D) in the dtype of x. See `SortedRowsFunction`.
@@ -469,7 +478,8 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
         x: The inputs of the experts, (n, D), a row for each pair of a token and one of its experts,
             sorted by expert.
         row_counts: The number of rows of each expert, (E,) int32.
-        stacks: The weights of the experts.
+        stacks: The weights of the experts of all layers, and the number of the layer that is
+            computed.
 
     Returns:
         The result of each row's expert, (n, D) in the dtype of x. See `SortedRowsFunction`.
@@ -532,7 +542,8 @@ def one_expert_after_the_other(
         routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, (T, X) int32. Numbers outside 0..E-1
             add nothing, where E is the number of experts.
-        stacks: The weights of the experts.
+        stacks: The weights of the experts of all layers, and the number of the layer that is
+            computed.
 
     Returns:
         The sums, (T, D) float32.

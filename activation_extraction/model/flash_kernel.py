@@ -164,7 +164,8 @@ def _attend(
     Letters: S keys, H head size.
 
     Args:
-        first_query_ref: The index in the row of the first query of the first block, (1,) int32.
+        first_query_ref: The index in its row of the first of all queries of the call, (1,) int32.
+            The block with the number i contains the QUERIES queries from this index + i * QUERIES.
         begin_ref: The number of the first key block of the span, (1,) int32.
         end_ref: The number after the last key block of the span, (1,) int32.
         q_ref: The queries of the block, (QUERIES, H).

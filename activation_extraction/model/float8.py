@@ -59,18 +59,20 @@ class Float8Format(NamedTuple):
 
 
 def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
-    """Returns the format of the scales that config.json describes.
+    """Returns how a checkpoint stores the scales of its float8 weights, according to config.json.
 
     Args:
         raw: The contents of config.json.
         source: The path of config.json, for messages.
 
     Returns:
-        The format; None if config.json describes no quantisation.
+        The size of the blocks of weights that share a scale, and the dtypes that scales may have;
+        None if config.json describes no quantisation.
 
     Raises:
-        InputError: If the weights are quantised in another way than float8, if their blocks have
-            different sizes, or if activations are transformed while the model runs.
+        InputError: If config.json describes another quantisation than float8, an invalid size of
+            blocks, or blocks of several sizes. Also if its transform_config demands that
+            activations are transformed while the model runs.
     """
     quantization_setting = _quantization(raw)
     if quantization_setting is None:
@@ -159,13 +161,17 @@ def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
 
 
 def _quantization(raw: Mapping[str, Any]) -> Any:
-    """Returns the quantization_config of a model, or of the language model inside it.
+    """Returns the quantization_config of a model.
+
+    The field is usually at the top of config.json. If it is missing there, it is looked for in the
+    sections of a multimodal model that describe the language model: first in text_config, then in
+    thinker_config and in the text_config inside thinker_config.
 
     Args:
-        raw: The contents of config.json, or of a section of it.
+        raw: The contents of config.json. When the function calls itself, a section of config.json.
 
     Returns:
-        The value of quantization_config; None if config.json has no such field.
+        The value of quantization_config; None if none of these places contains the field.
     """
     quantization_config = raw.get("quantization_config")
     for section_name in ("text_config", "thinker_config"):
@@ -323,8 +329,9 @@ class Scales:
         Raises:
             InputError: If a stored value or a scale is not a finite number.
         """
-        # A list with one array for each axis of the tensor. An array contains, for each index of
-        # the part along the axis, the index of its scale.
+        # For each axis of the tensor, an array with an entry for each index along this axis in the
+        # part of the tensor that is dequantised. The entry is the index of the scale along the same
+        # axis.
         scale_indices_of_axes = []
         for axis_slice, axis_size, values_per_scale in zip(
             index, self.tensor_shape, self.block_shape_of_scale, strict=True

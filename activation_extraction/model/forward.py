@@ -273,7 +273,7 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
     """Compiles the forward pass of a program for weights of given shapes and shardings.
 
     Args:
-        program: The program.
+        program: The forward pass to compile, with the hooks that are stored and the autoencoders.
         params: A tuple of the model's weights and the list of each autoencoder's weights. Only
             their shapes and shardings matter.
         options: Options of the compiler, besides the options of every run.
@@ -281,11 +281,12 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
     Returns:
         The compiled program, a function of (params, token ids, segment ids, positions, votes). The
         votes are three truth values of each host, (hosts, 3) int32 (see `StepFunction`). The
-        program returns their sums to all hosts, which can then all make the same decision, such as
-        whether to take another step. The function returns a tuple of:
-            A dict: `VectorType`, which is a width and a dtype -> the activations or codes at all
-            stored hooks with this width and dtype, (hooks, rows of all hosts, T, width).
-            For each of the three votes, the number of hosts whose value is 1, (3,) int32.
+        function returns their sums to all hosts, which can then all make the same decision, such as
+        whether to take another step. It returns a tuple of:
+
+        - A dict that maps each `VectorType`, which is a width and a dtype, to the activations or
+          codes at all stored hooks of this type, (hooks, rows of all hosts, T, width).
+        - For each of the three votes, the number of hosts whose value is 1, (3,) int32.
     """
     model = program.model
     host_row_shardings = program.rows

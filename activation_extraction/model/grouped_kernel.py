@@ -39,17 +39,21 @@ def grouped_experts(
 ) -> Array:
     """Computes the weighted sum of the results of each token's experts, with two kernels.
 
-    The results of the kernels have the dtype of x. If x is float32, `sum_tiled_experts` computes
-    the experts instead, because the GPU's matrix units would round float32 values.
+    Letters: T tokens, D hidden, X experts of a token.
+
+    The results of the kernels have the dtype of x. If x is float32, this function calls
+    `sum_tiled_experts` instead of the kernels, because the GPU's matrix units would round float32
+    values.
 
     Args:
         x: The tokens, (T, D).
-        routing_weights: The routing weights of each token's experts, (T, X) float32, for X experts
-            of a token.
+        routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, (T, X) int32.
-        stacks: The weights of the experts.
-        parts: The number of equal parts of the tokens whose sums are computed one after the other,
-            so that the sums of the first parts can be sent to other devices early.
+        stacks: The weights of the experts of all layers, and the number of the layer that is
+            computed.
+        parts: The number of equal parts into which the tokens are divided. The parts' sums are
+            computed one after the other, so that the sums of the first parts can be sent to other
+            devices early.
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
 
     Returns:
@@ -72,7 +76,8 @@ def _run_in_kernels(x: Array, row_counts: Array, stacks: Stacks, interpret: bool
         x: The inputs of the experts, (n, D), a row for each pair of a token and one of its experts,
             sorted by expert.
         row_counts: The number of rows of each expert, (E,) int32.
-        stacks: The weights of the experts.
+        stacks: The weights of the experts of all layers, and the number of the layer that is
+            computed.
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
 
     Returns:

@@ -119,7 +119,7 @@ class HookKind:
 
     @property
     def grows_with_row_length(self) -> bool:
-        """Returns whether the width of this kind grows with the number of tokens in a row."""
+        """Returns whether hooks of this kind have more values per token in longer rows."""
         return "S" in self.axis_letters
 
     @property
@@ -166,7 +166,8 @@ class HookKind:
 
         Args:
             depth: The number of layers.
-            layer_types: The type of each layer. () to return all layers, whatever their types are.
+            layer_types: The type of each layer. () to ignore the types, so that no layer is left
+                out because of its type.
         """
         if "{}" in self.name:
             return [
@@ -178,12 +179,15 @@ class HookKind:
 
 
 class Hook(NamedTuple):
-    """A kind of hook at one layer. Hooks are sorted in the order in which they are computed.
+    """A hook of a model: the hook of one kind in one layer, or a hook outside of the layers.
+
+    Sorting hooks puts them in the order in which the model computes their values.
 
     Attributes:
-        layer: The number of the layer.
-        kind_index_in_table: The index of the kind in the hook table. Kinds that a layer computes
-            earlier have smaller indices.
+        layer: The number of the layer. For a hook before the first layer it is 0, and for a hook
+            after the last layer it is the number of the last layer.
+        kind_index_in_table: The index of the kind in the model's hook table. Kinds that are
+            computed earlier in a layer have smaller indices.
         kind: The kind of the hook.
     """
 
@@ -507,9 +511,10 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         type_words_by_word_for_layers[GATED] = type_words_of_attention
     if delta_config is not None:
         type_words_by_word_for_layers[LINEAR] = (LINEAR,)
-        # The rows of HOOK_KINDS with APART contain the names of Hugging Face modules, each of which
-        # computes one projection. The rows with INTERLEAVED contain no such names, because a single
-        # module computes several interleaved projections.
+        # HOOK_KINDS contains some hooks of linear attention twice. A row whose first column is
+        # APART is for models in which a Hugging Face module computes this projection alone, and
+        # contains the name of the module. A row whose first column is INTERLEAVED is for models in
+        # which one module computes several interleaved projections, and contains no such name.
         type_words_by_word_for_layers[INTERLEAVED if delta_config.interleaved else APART] = (
             LINEAR,
         )
@@ -586,8 +591,8 @@ def _kinds(
     return hook_kinds
 
 
-# The table of the hooks of Qwen2, the family with the fewest kinds of hooks. Of HOOK_KINDS, the
-# table only contains the rows with the words EVERY, ATTENTION and DENSE. All layers of Qwen2 have
-# attention and a dense MLP. So `HookKind.type_words` is () for the kinds in these rows, which means
-# that every layer has hooks of these kinds.
+# The table of the hooks of Qwen2, the family with the fewest kinds of hooks. Tests use it. It
+# contains only the rows of HOOK_KINDS whose first column is EVERY, ATTENTION or DENSE. () means
+# that all layers have the hooks in such a row, because all layers of Qwen2 have attention and a
+# dense MLP.
 HOOKS = HookTable(tuple(_kinds({EVERY: (), ATTENTION: (), DENSE: ()}, DEFAULT_TOP_LOGITS)))

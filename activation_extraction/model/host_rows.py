@@ -100,8 +100,9 @@ class HostRows:
 
         Args:
             activations_by_vector_type: Vector type (a width and a dtype) -> activations at the
-                hooks of this type, (hooks, rows of all hosts, T, width), with the sharding of
-                `outgoing`.
+                hooks of this type, (hooks, rows of all hosts, T, width). Their sharding is the
+                result of the method `outgoing`, with which the devices of each host together have
+                the activations of the host's rows.
 
         Returns:
             Vector type -> activations of this host's rows at the hooks of this type, (hooks, B, T,

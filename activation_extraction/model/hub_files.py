@@ -1,10 +1,10 @@
-"""Reads the files of a repository on the Hugging Face hub, or in the hub's cache on this machine.
+"""Reads the files of a repository on the Hugging Face hub, with the hub's cache on this machine.
 
 Small files are downloaded to the cache. If the cache already contains the weights, they are read
 from it. Otherwise they are downloaded to the cache if the caller of `HubFiles` wants to keep them
-there, and are read by ranges into memory if not. If the hub cannot be reached, only files in the
-cache are read. All files come from the same commit, which is determined when the first file is
-read.
+there. If not, ranges of their bytes are requested from the hub and read into memory. If the hub
+cannot be reached, only files in the cache are read. All files come from the same commit, which is
+determined when the first file is read.
 """
 
 import functools
@@ -42,9 +42,12 @@ AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")  # extensions of autoencod
 
 
 class HubFiles:
-    """Reads the files of a repository on the Hugging Face hub, or in the hub's cache.
+    """Reads the files of a repository on the Hugging Face hub, with the hub's cache.
 
-    The cache is a folder on this machine. `RepositoryFiles` documents the public methods.
+    The cache is a folder on this machine. Small files are downloaded to it, and read from there.
+    Weights are read from the cache if it contains them or if they are to be kept there, otherwise
+    straight from the hub. If the hub cannot be reached, all files are read from the cache.
+    `RepositoryFiles` documents the public methods.
     """
 
     def __init__(self, name: str, revision: str | None, keep: bool, kind: RepositoryKind) -> None:
@@ -240,10 +243,12 @@ class HubFiles:
         )
 
     def _belongs_in_cache(self, name: str) -> bool:
-        """Returns whether to read a weight file through the hub's cache instead of by ranges.
+        """Returns whether to read a weight file through the hub's cache.
 
-        The cache is used if it already contains the file. Otherwise it is used if weights are to be
-        stored on this machine, except if the disk has too little room for the file.
+        If not, ranges of its bytes are requested from the hub and read straight into memory. The
+        cache is used if it already contains the file. Otherwise it is used if this object was made
+        with keep=True, which stores weights on this machine, except if the hub can be reached and
+        the disk has too little room for the file.
 
         Args:
             name: The name of the weight file in the repository.
