@@ -45,14 +45,15 @@ class Instruction(NamedTuple):
 
     Attributes:
         name: Name of the instruction, with its leading "%".
-        result: Text of the result's dtype, shape and layout, or of a tuple of such arrays.
+        result_type_text: Text of the result's dtype, shape and layout. If the result is a tuple of
+            arrays, the text contains the dtype, shape and layout of each array.
         opcode: Opcode, such as "fusion".
         operand_names: Names of the instructions whose results are the operands, in order.
         line: Whole text of the instruction, with its attributes.
     """
 
     name: str
-    result: str
+    result_type_text: str
     opcode: str
     operand_names: list[str]
     line: str
@@ -86,11 +87,12 @@ class Instruction(NamedTuple):
         branches_match = re.search(r"branch_computations=\{([^}]*)\}", self.line)
         if branches_match:
             return re.findall(r"%[\w.-]+", branches_match[1])
-        branch_names_or_none = [self.named("false_computation"), self.named("true_computation")]
-        return [computation_name for computation_name in branch_names_or_none if computation_name]
+        false_branch_name = self.named("false_computation")
+        true_branch_name = self.named("true_computation")
+        return [branch_name for branch_name in (false_branch_name, true_branch_name) if branch_name]
 
     @property
-    def source(self) -> str:
+    def jax_operation_name(self) -> str:
         """The last three components of the name that JAX gave to the operation. "" if unnamed."""
         op_name_match = re.search(r'op_name="([^"]*)"', self.line)
         return "/".join(op_name_match[1].split("/")[-3:]) if op_name_match else ""
@@ -108,44 +110,45 @@ class Instruction(NamedTuple):
         return self.line.partition("channel_id=")[2].partition(",")[0] or self.name
 
 
-class Move(NamedTuple):
-    """The bytes that one instruction moves on one chip.
+class InstructionCost(NamedTuple):
+    """The bytes that one instruction moves on one chip, and its floating-point operations.
 
     Attributes:
         kind: Kind of the instruction: "product" (of matrices), "kernel", "collective", "copy" or
             "rest" (see `ProgramText.kind`).
-        source: Name of the operation in JAX (see `Instruction.source`).
-        hbm_bytes: Bytes that the instruction reads from HBM and writes to it.
+        jax_operation_name: Name of the operation in JAX (see `Instruction.jax_operation_name`).
+        moved_hbm_bytes: Bytes that the instruction reads from HBM and writes to it.
         sent_bytes: Bytes that the instruction sends to other chips.
         is_overlapped: Whether matrix products or kernels run while the instruction sends. They
             either stand between the start and the end of an asynchronous collective, or the
             collective and a product are fused into this instruction.
-        axes: Mesh axes along which the instruction sends.
-        flops: Floating-point operations of the instruction's own matrix products, and of products
-            that run while it sends. Pallas kernels are not included.
+        mesh_axes: Mesh axes along which the instruction sends.
+        own_and_overlapped_flops: Floating-point operations of the instruction's own matrix
+            products, and of matrix products that run while the instruction sends. Pallas kernels
+            are not included.
     """
 
     kind: str
-    source: str
-    hbm_bytes: int
+    jax_operation_name: str
+    moved_hbm_bytes: int
     sent_bytes: int = 0
     is_overlapped: bool = False
-    axes: tuple[str, ...] = ()
-    flops: float = 0.0
+    mesh_axes: tuple[str, ...] = ()
+    own_and_overlapped_flops: float = 0.0
 
-    def times(self, count: float) -> "Move":
-        """Returns the bytes and operations of several executions of the instruction.
+    def times(self, count: float) -> "InstructionCost":
+        """Returns the cost of several executions of the instruction.
 
         Args:
             count: The number of executions. It may be a fraction, if it is an average.
 
         Returns:
-            A copy of this move with `count` times its bytes and operations.
+            A copy of this cost with `count` times its bytes and floating-point operations.
         """
         return self._replace(
-            hbm_bytes=round(self.hbm_bytes * count),
+            moved_hbm_bytes=round(self.moved_hbm_bytes * count),
             sent_bytes=round(self.sent_bytes * count),
-            flops=round(self.flops * count),
+            own_and_overlapped_flops=round(self.own_and_overlapped_flops * count),
         )
 
 
@@ -153,11 +156,11 @@ class ProgramText:
     """A compiled program, parsed into its instructions.
 
     Attributes:
-        computations: Computation name -> its instructions in order.
+        instructions_by_computation_name: Computation name -> its instructions in order.
         instruction_by_name: Instruction name -> instruction, for all computations.
         text: Text of the compiled program.
         size_by_mesh_axis: Mesh axis -> size. Device numbers change slowest along the first axis.
-        layer_fractions_in_branch_order: For each type of layer, the fraction of the model's layers
+        fractions_of_layers_in_branches: For each type of layer, the fraction of the model's layers
             that have this type, in the order of the branches of the conditional that chooses the
             type. Empty if the program has no such conditional.
     """
@@ -166,7 +169,7 @@ class ProgramText:
         self,
         text: str,
         size_by_mesh_axis: Mapping[str, int] | None = None,
-        layer_fractions_in_branch_order: Sequence[float] = (),
+        fractions_of_layers_in_branches: Sequence[float] = (),
         count_kernel_accesses: KernelAccessCounter = lambda _name, _shapes: None,
     ) -> None:
         """Parses the text of a program.
@@ -175,7 +178,7 @@ class ProgramText:
             text: The text of the compiled program.
             size_by_mesh_axis: Mesh axis -> size. Device numbers change slowest along the first
                 axis. None to leave out the mesh axes of collectives.
-            layer_fractions_in_branch_order: For each type of layer, the fraction of the model's
+            fractions_of_layers_in_branches: For each type of layer, the fraction of the model's
                 layers that have this type, in the order of the branches of the conditional that
                 chooses the type. Empty if the program has no such conditional.
             count_kernel_accesses: The function that returns how often a Pallas kernel reads and
@@ -183,19 +186,19 @@ class ProgramText:
         """
         self.text = text
         self.size_by_mesh_axis = dict(size_by_mesh_axis or {})
-        self.layer_fractions_in_branch_order = layer_fractions_in_branch_order
+        self.fractions_of_layers_in_branches = fractions_of_layers_in_branches
         self._count_kernel_accesses: KernelAccessCounter = count_kernel_accesses
         # On v6e, sorting is a computation with its own execution thread, which the last line of the
         # computation's text names.
-        last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
-        computation_pattern = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line_pattern}"
-        self.computations: dict[str, list[Instruction]] = {}
+        computation_end_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
+        computation_pattern = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){computation_end_pattern}"
+        self.instructions_by_computation_name: dict[str, list[Instruction]] = {}
         self.instruction_by_name: dict[str, Instruction] = {}
         for computation_name, computation_body in re.findall(
             computation_pattern, text, re.M | re.S
         ):
             instructions = _instructions(computation_body)
-            self.computations[computation_name] = instructions
+            self.instructions_by_computation_name[computation_name] = instructions
             for instruction in instructions:
                 self.instruction_by_name[instruction.name] = instruction
 
@@ -221,11 +224,15 @@ class ProgramText:
         """
         return self._without_free_instructions(self.body)
 
-    def _without_free_instructions(self, computation: str) -> list[Instruction]:
-        """Returns the instructions of a computation, without those that never move bytes."""
+    def _without_free_instructions(self, computation_name: str) -> list[Instruction]:
+        """Returns the instructions of a computation, without instructions that never move bytes.
+
+        Args:
+            computation_name: The name of the computation.
+        """
         return [
             instruction
-            for instruction in self.computations[computation]
+            for instruction in self.instructions_by_computation_name[computation_name]
             if instruction.opcode not in FREE_OPCODES
             and not FREE_CUSTOM_CALL.search(instruction.line)
         ]
@@ -244,94 +251,114 @@ class ProgramText:
             if computation_name in visited_computation_names:
                 continue
             visited_computation_names.add(computation_name)
-            instructions = self.computations.get(computation_name, [])
+            instructions = self.instructions_by_computation_name.get(computation_name, [])
             loop_instructions += instructions
             for instruction in instructions:
                 pending_computation_names += [*instruction.branches, instruction.named("body")]
                 pending_computation_names += [instruction.calls, instruction.named("to_apply")]
         return loop_instructions
 
-    def moves(self, computation: str, channels_in_flight: Collection[str] = ()) -> list[Move]:
-        """Returns the data transfers of one execution of a computation, in order.
+    def costs_of_instructions(
+        self, computation_name: str, keys_of_collectives_in_flight: Collection[str] = ()
+    ) -> list[InstructionCost]:
+        """Returns the costs of the instructions that one execution of a computation runs, in order.
 
-        Transfers in the body of a loop are multiplied by its iteration count. If a conditional in
-        the loop over layers has one branch for each type of layer, the transfers of each branch are
-        multiplied by the fraction of the layers that have this type. For any other conditional,
-        only the branch with the most bytes of HBM counts.
+        The costs of instructions in the body of a loop are multiplied by its iteration count. If a
+        conditional in the loop over layers has one branch for each type of layer, the costs in each
+        branch are multiplied by the fraction of the layers that have this type. For any other
+        conditional, only the branch that moves the most bytes of HBM counts.
 
         Args:
-            computation: The name of the computation.
-            channels_in_flight: The keys (see `_started_channels`) of collectives that are in flight
-                while the computation runs. Their bytes are not counted again, because they count
-                where the collectives start.
+            computation_name: The name of the computation.
+            keys_of_collectives_in_flight: The keys (see `_keys_of_started_collectives`) of
+                collectives that are in flight while the computation runs. Their bytes are not
+                counted again, because they count for the instructions that start the collectives.
 
         Returns:
-            A move for each instruction that reads or writes HBM or sends to other chips.
+            The cost of each instruction that reads or writes HBM or sends to other chips.
         """
-        moves: list[Move] = []
-        # Key of a collective in flight -> index in `moves` of the move that starts it.
-        index_of_starting_move_by_channel: dict[str, int] = {}
-        for instruction in self._without_free_instructions(computation):
-            counted_channels = {*channels_in_flight, *index_of_starting_move_by_channel}
-            moves_of_instruction = self._moves_of_nested(computation, instruction, counted_channels)
-            if moves_of_instruction is None:
-                moves_of_instruction = [self._move(instruction, counted_channels)]
-                for channel in self._started_channels(instruction):
-                    index_of_starting_move_by_channel[channel] = len(moves)
-                for channel in self._awaited_channels(instruction):
-                    index_of_starting_move_by_channel.pop(channel, None)
-            if any(move.kind in ("product", "kernel") for move in moves_of_instruction):
-                for index_of_starting_move in index_of_starting_move_by_channel.values():
-                    overlapping_flops = moves[index_of_starting_move].flops + sum(
-                        move.flops for move in moves_of_instruction
+        instruction_costs: list[InstructionCost] = []
+        # Key of a collective in flight (see `_keys_of_started_collectives`) -> index in
+        # `instruction_costs` of the instruction that starts the collective.
+        start_index_by_collective_key: dict[str, int] = {}
+        for instruction in self._without_free_instructions(computation_name):
+            keys_in_flight = {*keys_of_collectives_in_flight, *start_index_by_collective_key}
+            new_costs = self._costs_of_nested(computation_name, instruction, keys_in_flight)
+            if new_costs is None:
+                new_costs = [self._cost(instruction, keys_in_flight)]
+                for collective_key in self._keys_of_started_collectives(instruction):
+                    start_index_by_collective_key[collective_key] = len(instruction_costs)
+                for collective_key in self._keys_of_awaited_collectives(instruction):
+                    start_index_by_collective_key.pop(collective_key, None)
+            if any(new_cost.kind in ("product", "kernel") for new_cost in new_costs):
+                new_flops = sum(new_cost.own_and_overlapped_flops for new_cost in new_costs)
+                for start_index in start_index_by_collective_key.values():
+                    cost_of_start = instruction_costs[start_index]
+                    instruction_costs[start_index] = cost_of_start._replace(
+                        is_overlapped=True,
+                        own_and_overlapped_flops=cost_of_start.own_and_overlapped_flops + new_flops,
                     )
-                    moves[index_of_starting_move] = moves[index_of_starting_move]._replace(
-                        is_overlapped=True, flops=overlapping_flops
-                    )
-            moves += moves_of_instruction
-        return [move for move in moves if move.hbm_bytes or move.sent_bytes]
+            instruction_costs += new_costs
+        return [
+            instruction_cost
+            for instruction_cost in instruction_costs
+            if instruction_cost.moved_hbm_bytes or instruction_cost.sent_bytes
+        ]
 
-    def _moves_of_nested(
-        self, computation: str, instruction: Instruction, channels_in_flight: Collection[str]
-    ) -> list[Move] | None:
-        """Returns the data transfers of the computations that a loop, call or conditional runs.
+    def _costs_of_nested(
+        self,
+        computation_name: str,
+        instruction: Instruction,
+        keys_of_collectives_in_flight: Collection[str],
+    ) -> list[InstructionCost] | None:
+        """Returns the costs of the instructions that a loop, call or conditional runs.
+
+        `costs_of_instructions` describes how iterations and branches count.
 
         Args:
-            computation: The name of the computation that contains the instruction.
+            computation_name: The name of the computation that contains the instruction.
             instruction: The loop, call or conditional, or any other instruction.
-            channels_in_flight: The keys (see `_started_channels`) of collectives that are in flight
-                while the instruction runs.
+            keys_of_collectives_in_flight: The keys (see `_keys_of_started_collectives`) of
+                collectives that are in flight while the instruction runs.
 
         Returns:
-            A move for each instruction in these computations (see `moves`). None if `instruction`
-            is no loop, call or conditional.
+            The cost of each instruction that runs in the loop, call or conditional, and reads or
+            writes HBM or sends to other chips. None if `instruction` is no loop, call or
+            conditional.
         """
         if instruction.opcode == "while":
             iteration_count = self._iterations(instruction)
-            body_moves = self.moves(instruction.named("body"), channels_in_flight)
-            return [move.times(iteration_count) for move in body_moves]
+            costs_of_iteration = self.costs_of_instructions(
+                instruction.named("body"), keys_of_collectives_in_flight
+            )
+            return [
+                instruction_cost.times(iteration_count) for instruction_cost in costs_of_iteration
+            ]
         if instruction.opcode == "call":
-            return self.moves(instruction.calls, channels_in_flight)
+            return self.costs_of_instructions(instruction.calls, keys_of_collectives_in_flight)
         if instruction.opcode != "conditional":
             return None
-        moves_of_branches = [
-            self.moves(branch, channels_in_flight) for branch in instruction.branches
+        costs_of_branches = [
+            self.costs_of_instructions(branch_name, keys_of_collectives_in_flight)
+            for branch_name in instruction.branches
         ]
         if (
-            len(moves_of_branches) != len(self.layer_fractions_in_branch_order)
-            or computation != self.body
+            len(costs_of_branches) != len(self.fractions_of_layers_in_branches)
+            or computation_name != self.body
         ):
-            return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
-        moves_of_average_layer: list[Move] = []
-        for fraction_of_layers, branch_moves in zip(
-            self.layer_fractions_in_branch_order, moves_of_branches, strict=True
+            return max(costs_of_branches, key=total_hbm_bytes)
+        costs_of_average_layer: list[InstructionCost] = []
+        for fraction_of_layers, costs_of_branch in zip(
+            self.fractions_of_layers_in_branches, costs_of_branches, strict=True
         ):
-            moves_of_average_layer += [move.times(fraction_of_layers) for move in branch_moves]
-        return moves_of_average_layer
+            costs_of_average_layer += [
+                instruction_cost.times(fraction_of_layers) for instruction_cost in costs_of_branch
+            ]
+        return costs_of_average_layer
 
     def _iterations(self, loop: Instruction) -> int:
         """Returns the iteration count of a loop that counts from 0 up to a constant."""
-        condition_instructions = self.computations[loop.named("condition")]
+        condition_instructions = self.instructions_by_computation_name[loop.named("condition")]
         comparison_instruction = condition_instructions[-1]
         constant_lines = [
             instruction.line
@@ -345,10 +372,11 @@ class ProgramText:
         assert iteration_count_match, constant_lines
         return int(iteration_count_match[1])
 
-    def _started_channels(self, instruction: Instruction) -> list[str]:
+    def _keys_of_started_collectives(self, instruction: Instruction) -> list[str]:
         """Returns a key for each collective that an instruction starts but does not await.
 
-        `_awaited_channels` returns the same key for the instruction that awaits the collective.
+        `_keys_of_awaited_collectives` returns the same key for the instruction that awaits the
+        collective.
 
         Args:
             instruction: Any instruction.
@@ -363,90 +391,100 @@ class ProgramText:
         is_start = instruction.opcode.endswith("-start")
         if instruction.is_collective and is_start:
             return [instruction.name]
-        instruction_and_callees = self._with_called(instruction)
+        executed_instructions = self._executed_instructions(instruction)
         if is_start or any(
-            "AsyncCollectiveStart" in instruction_or_callee.line
-            for instruction_or_callee in instruction_and_callees
+            "AsyncCollectiveStart" in executed_instruction.line
+            for executed_instruction in executed_instructions
         ):
             return [
-                instruction_or_callee.channel
-                for instruction_or_callee in instruction_and_callees
-                if instruction_or_callee.is_collective
+                executed_instruction.channel
+                for executed_instruction in executed_instructions
+                if executed_instruction.is_collective
             ]
         return []
 
-    def _awaited_channels(self, instruction: Instruction) -> list[str]:
+    def _keys_of_awaited_collectives(self, instruction: Instruction) -> list[str]:
         """Returns a key for each asynchronous collective that an instruction awaits.
 
-        `_started_channels` describes the keys.
+        `_keys_of_started_collectives` describes the keys.
         """
         if instruction.opcode.endswith("-done"):
-            return self._started_channels(self.instruction_by_name[instruction.operand_names[0]])
-        instruction_and_callees = self._with_called(instruction)
+            return self._keys_of_started_collectives(
+                self.instruction_by_name[instruction.operand_names[0]]
+            )
+        executed_instructions = self._executed_instructions(instruction)
         if any(
-            "AsyncCollectiveDone" in instruction_or_callee.line
-            for instruction_or_callee in instruction_and_callees
+            "AsyncCollectiveDone" in executed_instruction.line
+            for executed_instruction in executed_instructions
         ):
             return [
-                instruction_or_callee.channel
-                for instruction_or_callee in instruction_and_callees
-                if instruction_or_callee.is_collective
+                executed_instruction.channel
+                for executed_instruction in executed_instructions
+                if executed_instruction.is_collective
             ]
         return []
 
-    def _move(self, instruction: Instruction, counted_channels: Collection[str]) -> Move:
-        """Returns the bytes that an instruction moves, and the mesh axes along which it sends.
+    def _cost(
+        self, instruction: Instruction, counted_collective_keys: Collection[str]
+    ) -> InstructionCost:
+        """Returns the cost of an instruction.
 
-        All bytes of an asynchronous collective count at its start.
+        All bytes of an asynchronous collective count for the instruction that starts it.
 
         Args:
             instruction: The instruction, which is no loop, call or conditional.
-            counted_channels: The keys (see `_started_channels`) of asynchronous collectives that
-                have started before, so their bytes have already been counted.
+            counted_collective_keys: The keys (see `_keys_of_started_collectives`) of asynchronous
+                collectives that have started before, so their bytes have already been counted.
         """
         instruction_kind = self.kind(instruction)
-        instruction_and_callees = self._with_called(instruction)
+        executed_instructions = self._executed_instructions(instruction)
         collectives = [
-            instruction_or_callee
-            for instruction_or_callee in instruction_and_callees
-            if instruction_or_callee.is_collective
+            executed_instruction
+            for executed_instruction in executed_instructions
+            if executed_instruction.is_collective
         ]
-        sending_collectives = [
-            collective for collective in collectives if collective.channel not in counted_channels
+        uncounted_collectives = [
+            collective
+            for collective in collectives
+            if collective.channel not in counted_collective_keys
         ]
         names_of_counted_collectives = frozenset(
-            collective.name for collective in collectives if collective not in sending_collectives
+            collective.name for collective in collectives if collective not in uncounted_collectives
         )
-        kernel_bytes = self._bytes_of_kernel(instruction) if instruction_kind == "kernel" else None
+        num_bytes_moved_by_kernel = (
+            self._bytes_of_kernel(instruction) if instruction_kind == "kernel" else None
+        )
         if instruction.opcode.endswith("-done"):
-            hbm_bytes = self._bytes_of_copy(instruction)
-        elif instruction.opcode.endswith("-start") and not sending_collectives:
-            hbm_bytes = 0
-        elif kernel_bytes is not None:
-            hbm_bytes = kernel_bytes
+            moved_hbm_bytes = self._bytes_of_copy(instruction)
+        elif instruction.opcode.endswith("-start") and not uncounted_collectives:
+            moved_hbm_bytes = 0
+        elif num_bytes_moved_by_kernel is not None:
+            moved_hbm_bytes = num_bytes_moved_by_kernel
         else:
-            hbm_bytes = self._bytes_read(
-                instruction, names_of_counted_collectives
-            ) + self._bytes_written(instruction)
+            num_read_bytes = self._bytes_read(instruction, names_of_counted_collectives)
+            moved_hbm_bytes = num_read_bytes + self._bytes_written(instruction)
         sent_bytes = sum(
             _bytes_sent(collective, is_fused=collective is not instruction)
-            for collective in sending_collectives
+            for collective in uncounted_collectives
         )
-        sending_axes = {
-            mesh_axis for collective in sending_collectives for mesh_axis in self._axes(collective)
+        mesh_axes_of_collectives = {
+            mesh_axis
+            for collective in uncounted_collectives
+            for mesh_axis in self._mesh_axes(collective)
         }
-        return Move(
+        return InstructionCost(
             instruction_kind,
-            instruction.source,
-            hbm_bytes,
+            instruction.jax_operation_name,
+            moved_hbm_bytes,
             sent_bytes,
             is_overlapped=sent_bytes > 0 and instruction_kind == "product",
-            axes=tuple(
-                mesh_axis for mesh_axis in self.size_by_mesh_axis if mesh_axis in sending_axes
+            mesh_axes=tuple(
+                mesh_axis
+                for mesh_axis in self.size_by_mesh_axis
+                if mesh_axis in mesh_axes_of_collectives
             ),
-            flops=sum(
-                self._flops(instruction_or_callee)
-                for instruction_or_callee in instruction_and_callees
+            own_and_overlapped_flops=sum(
+                self._flops(executed_instruction) for executed_instruction in executed_instructions
             ),
         )
 
@@ -459,21 +497,20 @@ class ProgramText:
             kernel: The instruction that calls the kernel.
 
         Returns:
-            The number of bytes. None if the `KernelAccessCounter` function of this object returns
-            None for the kernel, which then counts like any other instruction.
+            The number of bytes. None for a kernel that the `KernelAccessCounter` function of this
+            object does not know. For such a kernel, the caller counts each operand and the result
+            once, as for other instructions.
         """
-        result_shape_texts_of_operands = [
-            self.instruction_by_name[operand_name].result for operand_name in kernel.operand_names
+        result_type_texts_of_operands = [
+            self.instruction_by_name[operand_name].result_type_text
+            for operand_name in kernel.operand_names
         ]
         # An operand or the result of the kernel may be no array, but for example a token of XLA,
         # which determines the order of side effects. ARRAY then matches nothing in its text.
-        array_matches_or_none = [
-            ARRAY.search(result_shape_text)
-            for result_shape_text in (*result_shape_texts_of_operands, kernel.result)
-        ]
-        kernel_array_matches = [
-            array_match for array_match in array_matches_or_none if array_match is not None
-        ]
+        kernel_array_matches: list[re.Match[str]] = []
+        for result_type_text in (*result_type_texts_of_operands, kernel.result_type_text):
+            if array_match := ARRAY.search(result_type_text):
+                kernel_array_matches.append(array_match)
         kernel_name = kernel.name.strip("%").partition(".")[0]
         # For each operand, how often the kernel reads it, then how often it writes the result.
         access_counts_of_arrays = self._count_kernel_accesses(
@@ -498,42 +535,45 @@ class ProgramText:
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0
-        result_shape_texts = (
-            product.result,
+        result_type_texts = (
+            product.result_type_text,
             *(
-                self.instruction_by_name[operand_name].result
+                self.instruction_by_name[operand_name].result_type_text
                 for operand_name in product.operand_names
             ),
         )
-        element_count_product = math.prod(map(_element_count, result_shape_texts))
+        element_count_product = math.prod(map(_element_count, result_type_texts))
         return 2 * element_count_product**0.5
 
-    def _axes(self, collective: Instruction) -> list[str]:
+    def _mesh_axes(self, collective: Instruction) -> list[str]:
         """Returns the mesh axes along which a collective communicates.
 
-        They are the axes on which devices of the same group have different coordinates.
+        They are the axes on which devices that communicate with each other have different
+        coordinates.
         """
         if not self.size_by_mesh_axis:
             return []
         # One array for each mesh axis: the coordinate of each device on this axis. The arrays have
-        # the shape (groups of the collective, devices of a group).
+        # the shape (device groups of the collective, devices of a device group).
         device_coordinates_of_axes = np.unravel_index(
             device_groups(collective.line), [*self.size_by_mesh_axis.values()]
         )
         return [
-            axis
-            for axis, axis_coordinates in zip(
+            mesh_axis
+            for mesh_axis, axis_coordinates in zip(
                 self.size_by_mesh_axis, device_coordinates_of_axes, strict=True
             )
             if (axis_coordinates != axis_coordinates[:, :1]).any()
         ]
 
-    def _with_called(self, instruction: Instruction) -> list[Instruction]:
+    def _executed_instructions(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instruction and all instructions that it calls directly or indirectly."""
-        instruction_and_callees = [instruction]
-        for callee in self.computations.get(instruction.calls, []):
-            instruction_and_callees += self._with_called(callee)
-        return instruction_and_callees
+        executed_instructions = [instruction]
+        for instruction_of_callee in self.instructions_by_computation_name.get(
+            instruction.calls, []
+        ):
+            executed_instructions += self._executed_instructions(instruction_of_callee)
+        return executed_instructions
 
     def kind(self, instruction: Instruction) -> str:
         """Returns the kind of an instruction, which depends on the instructions that it calls.
@@ -544,14 +584,12 @@ class ProgramText:
             for a call of a Pallas kernel, and "copy" for a copy, a transposition or an asynchronous
             slice. "rest" for all other instructions.
         """
-        instruction_and_callees = self._with_called(instruction)
-        opcodes = {
-            instruction_or_callee.opcode for instruction_or_callee in instruction_and_callees
-        }
+        executed_instructions = self._executed_instructions(instruction)
+        opcodes = {executed_instruction.opcode for executed_instruction in executed_instructions}
         if opcodes & {"convolution", "dot"}:
             return "product"
         if any(
-            instruction_or_callee.is_collective for instruction_or_callee in instruction_and_callees
+            executed_instruction.is_collective for executed_instruction in executed_instructions
         ):
             return "collective"
         if "tpu_custom_call" in instruction.line:
@@ -564,13 +602,14 @@ class ProgramText:
         An array that is an operand twice is read once.
 
         Args:
-            instruction: The instruction that reads its operands.
-            counted_names: The names of collectives whose bytes were counted at their start. They
-                are not counted again.
+            instruction: Any instruction.
+            counted_names: The names of asynchronous collectives whose bytes are already counted for
+                the instructions that start these collectives. The bytes that a collective with one
+                of these names reads are not counted again.
         """
         num_read_bytes = 0
         for operand_index, operand_name in enumerate(instruction.operand_names):
-            array_match = ARRAY.match(self.instruction_by_name[operand_name].result)
+            array_match = ARRAY.match(self.instruction_by_name[operand_name].result_type_text)
             if array_match and operand_name not in instruction.operand_names[:operand_index]:
                 operand_bytes = _padded_hbm_bytes(array_match)
                 num_read_bytes += self._operand_bytes_read(
@@ -595,8 +634,9 @@ class ProgramText:
             position: The index of the operand in the instruction's operands, from 0.
             operand_bytes: The bytes of the operand.
             siblings: All instructions of the fusion that contains this one. Empty outside fusions.
-            counted_names: The names of collectives whose bytes were counted at their start. They
-                are not counted again.
+            counted_names: The names of asynchronous collectives whose bytes are already counted for
+                the instructions that start these collectives. A collective with one of these names
+                reads 0 bytes.
         """
         opcode = instruction.opcode
         if instruction.name in counted_names or opcode == "tuple":
@@ -604,38 +644,35 @@ class ProgramText:
         if "AsyncCollective" in instruction.line:
             return 0
         if opcode in ("dynamic-slice", "slice", "gather") and position == 0:
-            return min(operand_bytes, _unpadded_bytes(instruction.result))
+            return min(operand_bytes, _unpadded_bytes(instruction.result_type_text))
         if opcode == "dynamic-update-slice" and position == 0:
             return 0
-        # A bitcast only renames its operand, so the instructions that use the bitcast read it. But
-        # if the bitcast is the result (ROOT) of a fusion, no other instruction in the fusion uses
-        # it, so all bytes of the operand count as read. A call or a fusion does not read its
-        # operands itself either: the instructions of its computation read them. The reading
-        # instructions name the operand by an alias: the name of the bitcast, or the name of a
-        # parameter of the computation.
+        # A bitcast, a call or a fusion does not read its operand itself. Other instructions read
+        # the operand, and name it by an alias. For a bitcast, the alias is the name of the bitcast.
+        # For a call or a fusion, the alias is the name of a parameter of the computation that is
+        # called. An exception is a bitcast that is the result (ROOT) of a fusion: no other
+        # instruction of the fusion uses this bitcast, so all bytes of its operand count as read.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
-            possibly_reading_instructions = siblings
+            candidate_reader_instructions = siblings
             operand_alias = instruction.name
         elif instruction.calls:
-            possibly_reading_instructions = self.computations[instruction.calls]
+            candidate_reader_instructions = self.instructions_by_computation_name[instruction.calls]
             operand_alias = next(
-                called_instruction.name
-                for called_instruction in possibly_reading_instructions
-                if f" parameter({position})" in called_instruction.line
+                instruction_of_callee.name
+                for instruction_of_callee in candidate_reader_instructions
+                if f" parameter({position})" in instruction_of_callee.line
             )
         else:
             return operand_bytes
         num_read_bytes = 0
-        for reading_instruction in possibly_reading_instructions:
-            for operand_index_in_reader, operand_name in enumerate(
-                reading_instruction.operand_names
-            ):
+        for candidate_reader in candidate_reader_instructions:
+            for operand_index_in_reader, operand_name in enumerate(candidate_reader.operand_names):
                 if operand_name == operand_alias:
                     num_read_bytes += self._operand_bytes_read(
-                        reading_instruction,
+                        candidate_reader,
                         operand_index_in_reader,
                         operand_bytes,
-                        possibly_reading_instructions,
+                        candidate_reader_instructions,
                         counted_names,
                     )
         return min(operand_bytes, num_read_bytes)
@@ -655,7 +692,7 @@ class ProgramText:
         )
         if "" in aliased_result_index_texts:
             return 0
-        result_array_matches = [*ARRAY.finditer(instruction.result)]
+        result_array_matches = [*ARRAY.finditer(instruction.result_type_text)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
             # The result of an all-gather-start or collective-permute-start begins with its
             # operands, which are not written.
@@ -664,14 +701,12 @@ class ProgramText:
         for result_index, result_array_match in enumerate(result_array_matches):
             if str(result_index) not in aliased_result_index_texts:
                 num_written_bytes += _padded_hbm_bytes(result_array_match)
-        for instruction_or_callee in self._with_called(instruction):
-            if instruction_or_callee.opcode == "dynamic-update-slice":
-                update_instruction = self.instruction_by_name[
-                    instruction_or_callee.operand_names[1]
-                ]
+        for executed_instruction in self._executed_instructions(instruction):
+            if executed_instruction.opcode == "dynamic-update-slice":
+                update_instruction = self.instruction_by_name[executed_instruction.operand_names[1]]
                 num_written_bytes -= _unpadded_bytes(
-                    instruction_or_callee.result
-                ) - _unpadded_bytes(update_instruction.result)
+                    executed_instruction.result_type_text
+                ) - _unpadded_bytes(update_instruction.result_type_text)
         return max(num_written_bytes, 0)
 
     def _bytes_of_copy(self, done_instruction: Instruction) -> int:
@@ -679,17 +714,23 @@ class ProgramText:
 
         Args:
             done_instruction: The instruction that ends the copy. If it ends a collective instead,
-                the result is 0, because the bytes of a collective count at its start.
+                the result is 0, because the bytes of a collective count for the instruction that
+                starts it.
         """
         start_instruction = self.instruction_by_name[done_instruction.operand_names[0]]
-        if self._started_channels(start_instruction):
+        if self._keys_of_started_collectives(start_instruction):
             return 0
         source_instruction = self.instruction_by_name[start_instruction.operand_names[0]]
         num_arrays_in_hbm = sum(
-            OTHER_MEMORY not in instruction.result
+            OTHER_MEMORY not in instruction.result_type_text
             for instruction in (done_instruction, source_instruction)
         )
-        return _unpadded_bytes(done_instruction.result) * num_arrays_in_hbm
+        return _unpadded_bytes(done_instruction.result_type_text) * num_arrays_in_hbm
+
+
+def total_hbm_bytes(instruction_costs: Sequence[InstructionCost]) -> int:
+    """Returns the bytes of HBM that some instructions read and write together."""
+    return sum(instruction_cost.moved_hbm_bytes for instruction_cost in instruction_costs)
 
 
 def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
@@ -701,8 +742,8 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
             slice, so it sends only as much as a reduce-scatter.
     """
     opcode = collective.opcode
-    group_size = device_groups(collective.line).shape[1]
-    result_array_matches = [*ARRAY.finditer(collective.result)]
+    devices_per_group = device_groups(collective.line).shape[1]
+    result_array_matches = [*ARRAY.finditer(collective.result_type_text)]
     if opcode in ("all-gather-start", "collective-permute-start"):
         # The result of an all-gather-start or collective-permute-start consists of the operands,
         # one received array for each operand, and sometimes synchronisation flags. Only the
@@ -714,10 +755,15 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     )
     if opcode.startswith("collective-permute"):
         return result_bytes
-    num_transfers_of_result = 2 if opcode.startswith("all-reduce") and not is_fused else 1
+    bytes_of_all_parts = result_bytes
+    if opcode.startswith("all-reduce") and not is_fused:
+        # An all-reduce is a reduce-scatter and an all-gather, each of which sends as many bytes.
+        bytes_of_all_parts *= 2
     if opcode.startswith("reduce-scatter"):
-        num_transfers_of_result = group_size
-    return round(result_bytes * num_transfers_of_result * (group_size - 1) / group_size)
+        # The result is only the part of the reduced array that belongs to one device.
+        bytes_of_all_parts *= devices_per_group
+    # The array has one part for each device of a device group. A device sends all parts but one.
+    return round(bytes_of_all_parts * (devices_per_group - 1) / devices_per_group)
 
 
 def _instructions(body: str) -> list[Instruction]:
@@ -754,13 +800,13 @@ def _padded_hbm_bytes(array_match: re.Match[str]) -> int:
     Returns:
         The number of bytes. 0 for an array in another memory.
     """
-    _, _, axis_order, tiling_text = array_match.groups(default="")
+    _, _, axis_order_text, tiling_text = array_match.groups(default="")
     if OTHER_MEMORY in tiling_text:
         return 0
     padded_shape = _shape(array_match)
     tile_match = re.match(r"T\(([\d,]+)\)", tiling_text)
-    if tile_match and axis_order:
-        axes_minor_to_major = [int(axis) for axis in axis_order.split(",")]
+    if tile_match and axis_order_text:
+        axes_minor_to_major = [int(axis_text) for axis_text in axis_order_text.split(",")]
         tile_sizes = [int(size_text) for size_text in tile_match[1].split(",")]
         for axis, tile_size in zip(axes_minor_to_major, reversed(tile_sizes), strict=False):
             padded_shape[axis] = -(-padded_shape[axis] // tile_size) * tile_size
@@ -792,31 +838,31 @@ def _shape(array_match: re.Match[str]) -> list[int]:
     return [int(size_text) for size_text in array_match[2].split(",") if size_text]
 
 
-def _element_count(result: str) -> int:
+def _element_count(result_type_text: str) -> int:
     """Returns the number of elements of the first array in an instruction's result.
 
     Args:
-        result: The text of the result (see `Instruction.result`).
+        result_type_text: The text of the result (see `Instruction.result_type_text`).
 
     Returns:
         The number of elements. 0 if the result contains no array.
     """
-    first_array_match = ARRAY.search(result)
+    first_array_match = ARRAY.search(result_type_text)
     return math.prod(_shape(first_array_match)) if first_array_match else 0
 
 
-def _unpadded_bytes(result: str) -> int:
+def _unpadded_bytes(result_type_text: str) -> int:
     """Returns the size of the first array in an instruction's result, without padding.
 
     The array may be in any memory space, such as HBM or fast on-chip memory.
 
     Args:
-        result: The text of the result (see `Instruction.result`).
+        result_type_text: The text of the result (see `Instruction.result_type_text`).
 
     Returns:
         The size in bytes. 0 if the result contains no array.
     """
-    first_array_match = ARRAY.search(result)
+    first_array_match = ARRAY.search(result_type_text)
     return _bytes_of_elements(first_array_match) if first_array_match else 0
 
 
@@ -830,43 +876,54 @@ def device_groups(line: str) -> np.ndarray:
         line: The text of the collective, as in `Instruction.line`.
 
     Returns:
-        The device numbers (groups, devices of a group), int64.
+        The device numbers (device groups, devices of a device group), int64.
     """
 
     def numbers_in(text: str) -> list[int]:
         return [int(number_text) for number_text in re.findall(r"\d+", text)]
 
-    def device_range(shape: list[int], order: str | None) -> np.ndarray:
-        """Returns the numbers 0, 1, 2, ... as an array with permuted axes.
+    def iota_device_ids(shape: list[int], axis_order_text: str | None) -> np.ndarray:
+        """Returns the device numbers 0, 1, 2, ... as an array with permuted axes.
+
+        The text of a compiled program describes such an array (an iota) by its shape and the order
+        of its axes, such as "[4,2]T(1,0)".
 
         Args:
             shape: The shape of the array before its axes are permuted.
-            order: The order of the axes, separated by commas. None to keep their order.
+            axis_order_text: The order of the axes, as numbers separated by commas. None to keep
+                their order.
         """
         device_ids = np.arange(math.prod(shape)).reshape(shape)
-        return device_ids.transpose(numbers_in(order)) if order else device_ids
+        if not axis_order_text:
+            return device_ids
+        return device_ids.transpose(numbers_in(axis_order_text))
 
-    if groups_match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
-        return np.array([numbers_in(group_text) for group_text in groups_match[1].split("},{")])
-    device_range_pattern = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if groups_match := re.search(rf"replica_groups=\[([\d,]+)\]<={device_range_pattern}", line):
-        return device_range(numbers_in(groups_match[2]), groups_match[3]).reshape(
-            numbers_in(groups_match[1])
-        )
-    device_ids_pattern = rf"(?:, device_ids=\({device_range_pattern}\))?"
-    groups_match = re.search(
+    match_of_listed_groups = re.search(
+        r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line
+    )
+    if match_of_listed_groups:
+        device_group_texts = match_of_listed_groups[1].split("},{")
+        return np.array([numbers_in(device_group_text) for device_group_text in device_group_texts])
+    iota_pattern = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    match_of_iota_groups = re.search(rf"replica_groups=\[([\d,]+)\]<={iota_pattern}", line)
+    if match_of_iota_groups:
+        device_ids = iota_device_ids(numbers_in(match_of_iota_groups[2]), match_of_iota_groups[3])
+        return device_ids.reshape(numbers_in(match_of_iota_groups[1]))
+    device_ids_pattern = rf"(?:, device_ids=\({iota_pattern}\))?"
+    match_of_mesh_groups = re.search(
         rf"replica_groups=mesh\[(.*?)\]{device_ids_pattern} \{{([^:]*?)\}}", line
     )
-    assert groups_match, line
-    mesh_axis_names = re.findall(r"'(\w+)'", groups_match[1])
-    mesh_shape = numbers_in(re.sub(r"'\w+'", "", groups_match[1]))
-    device_range_shape = numbers_in(groups_match[2]) if groups_match[2] else mesh_shape
-    device_mesh = device_range(device_range_shape, groups_match[3]).reshape(mesh_shape)
-    # The devices of a group differ along the axes of the group. These axes become the last axes, so
-    # that they can be joined to one.
+    assert match_of_mesh_groups, line
+    mesh_axis_names = re.findall(r"'(\w+)'", match_of_mesh_groups[1])
+    mesh_shape = numbers_in(re.sub(r"'\w+'", "", match_of_mesh_groups[1]))
+    iota_shape = numbers_in(match_of_mesh_groups[2]) if match_of_mesh_groups[2] else mesh_shape
+    device_mesh = iota_device_ids(iota_shape, match_of_mesh_groups[3]).reshape(mesh_shape)
+    # The axes of the mesh on which devices of the same device group have different coordinates.
+    # These axes are moved to the end of the array, so that a reshape can merge them into one axis.
     group_axis_indices = [
-        mesh_axis_names.index(axis_name) for axis_name in re.findall(r"'(\w+)'", groups_match[4])
+        mesh_axis_names.index(mesh_axis_name)
+        for mesh_axis_name in re.findall(r"'(\w+)'", match_of_mesh_groups[4])
     ]
-    group_size = math.prod(mesh_shape[axis_index] for axis_index in group_axis_indices)
+    devices_per_group = math.prod(mesh_shape[axis_index] for axis_index in group_axis_indices)
     device_mesh = np.moveaxis(device_mesh, group_axis_indices, range(-len(group_axis_indices), 0))
-    return device_mesh.reshape(-1, group_size)
+    return device_mesh.reshape(-1, devices_per_group)

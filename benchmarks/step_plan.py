@@ -28,7 +28,7 @@ from activation_extraction.model.expert_kernel import (
 from activation_extraction.model.forward import Program
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.step_cost import link_speed
-from benchmarks.program_text import ProgramText
+from benchmarks.program_text import ProgramText, total_hbm_bytes
 
 # Chips whose compiled programs contain collectives that program_text.py cannot parse.
 UNPARSABLE_CHIPS = ("TPU7x",)
@@ -65,33 +65,34 @@ class StepPlan:
             kernel of gated delta nets. They include the padding of its tiles, and all passes of its
             float32 products. `flops` counts the gated delta rule, too, but only the products in its
             definition.
-        hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading
-            each operand and writing its result once, except the kernels of experts (see
+        moved_hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as
+            reading each operand and writing its result once, except the kernels of experts (see
             `access_counts_of_expert_kernel`).
-        transfers_along_axes: Bytes that the device sends, one entry for each set of mesh axes.
+        transfers_along_axis_sets: Bytes that the device sends, one entry for each set of mesh axes.
     """
 
     flops: float
     delta_kernel_flops: float
-    hbm_bytes: float
-    transfers_along_axes: tuple[Transfers, ...]
+    moved_hbm_bytes: float
+    transfers_along_axis_sets: tuple[Transfers, ...]
 
 
 class StepTimes(NamedTuple):
     """The seconds that the parts of a step take on each device at the device's peak rates.
 
     Attributes:
-        product_seconds: Seconds for the floating-point operations that the model and the
-            autoencoders need (`StepPlan.flops`).
-        kernel_seconds: Seconds for all operations of the kernel of gated delta nets
-            (`StepPlan.delta_kernel_flops`).
+        matrix_product_seconds: Seconds for the matrix products that the model and the autoencoders
+            need (`StepPlan.flops`). The products in the definition of the gated delta rule are
+            included.
+        kernel_seconds: Seconds for all matrix products that the kernel of gated delta nets
+            computes, with the padding of its tiles (`StepPlan.delta_kernel_flops`).
         hbm_seconds: Seconds for reading and writing HBM.
         overlapped_sending_seconds: Seconds for sending while matrix products or kernels run. It may
             be more than the seconds of these products and kernels.
         exposed_sending_seconds: Seconds for sending while no matrix products or kernels run.
     """
 
-    product_seconds: float
+    matrix_product_seconds: float
     kernel_seconds: float
     hbm_seconds: float
     overlapped_sending_seconds: float
@@ -105,7 +106,7 @@ class StepTimes(NamedTuple):
         sending) happen at the same time, so the longest of them counts. The time of sending while
         no matrix products or kernels run (exposed sending) is added.
         """
-        computing_seconds = self.product_seconds + self.kernel_seconds
+        computing_seconds = self.matrix_product_seconds + self.kernel_seconds
         return (
             max(computing_seconds, self.hbm_seconds, self.overlapped_sending_seconds)
             + self.exposed_sending_seconds
@@ -122,24 +123,27 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
     overlapped_sending_seconds = exposed_sending_seconds = 0.0
-    for transfers in step.transfers_along_axes:
+    for transfers_along_axis_set in step.transfers_along_axis_sets:
         # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
         # the model axis, as --mesh_axes does.
         axis_names_for_users = {
-            "model" if axis == "query" else axis for axis in transfers.mesh_axes
+            "model" if axis_name == "query" else axis_name
+            for axis_name in transfers_along_axis_set.mesh_axes
         }
-        sent_bytes_per_second = min(
-            (link_speed(layout, axis, chip, linked) for axis in axis_names_for_users),
+        slowest_link_bytes_per_second = min(
+            (link_speed(layout, axis_name, chip, linked) for axis_name in axis_names_for_users),
             default=chip.link_bytes_per_second,
         )
-        overlapped_sending_seconds += transfers.overlapped_bytes / sent_bytes_per_second
+        overlapped_sending_seconds += (
+            transfers_along_axis_set.overlapped_bytes / slowest_link_bytes_per_second
+        )
         exposed_sending_seconds += (
-            transfers.num_bytes - transfers.overlapped_bytes
-        ) / sent_bytes_per_second
+            transfers_along_axis_set.num_bytes - transfers_along_axis_set.overlapped_bytes
+        ) / slowest_link_bytes_per_second
     return StepTimes(
-        product_seconds=step.flops / chip.flops_per_second,
+        matrix_product_seconds=step.flops / chip.flops_per_second,
         kernel_seconds=step.delta_kernel_flops / chip.flops_per_second,
-        hbm_seconds=step.hbm_bytes / chip.memory_bytes_per_second,
+        hbm_seconds=step.moved_hbm_bytes / chip.memory_bytes_per_second,
         overlapped_sending_seconds=overlapped_sending_seconds,
         exposed_sending_seconds=exposed_sending_seconds,
     )
@@ -157,7 +161,8 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         The operations that a device performs, and the bytes that it reads, writes and sends.
 
     Raises:
-        InputError: If the text of programs for these chips cannot be parsed.
+        InputError: If the chips of the mesh are in UNPARSABLE_CHIPS, because the text of programs
+            for such chips cannot be parsed.
     """
     model, layout = program.model, program.layout
     chip_name = _chip_name(program)
@@ -181,20 +186,21 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         + encoding_flops_per_token * row_length * num_rows_of_step
     )
     program_text = text_of(program, compiled)
-    data_moves_of_step = program_text.moves(program_text.entry)
+    instruction_costs_of_step = program_text.costs_of_instructions(program_text.entry)
     # Names of the mesh axes along which a device sends -> number of bytes that it sends. The second
     # dict counts only the bytes that are sent while matrix products or kernels run.
     sent_bytes_by_axes: dict[tuple[str, ...], float] = defaultdict(float)
     overlapped_bytes_by_axes: dict[tuple[str, ...], float] = defaultdict(float)
-    for move in data_moves_of_step:
-        if move.sent_bytes:
-            sent_bytes_by_axes[move.axes] += move.sent_bytes
-            overlapped_bytes_by_axes[move.axes] += move.sent_bytes * move.is_overlapped
+    for instruction_cost in instruction_costs_of_step:
+        if instruction_cost.sent_bytes:
+            mesh_axes, sent_bytes = instruction_cost.mesh_axes, instruction_cost.sent_bytes
+            sent_bytes_by_axes[mesh_axes] += sent_bytes
+            overlapped_bytes_by_axes[mesh_axes] += sent_bytes * instruction_cost.is_overlapped
     return StepPlan(
         flops=step_flops / layout.mesh.size,
         delta_kernel_flops=_flops_of_delta_rule(program),
-        hbm_bytes=sum(move.hbm_bytes for move in data_moves_of_step),
-        transfers_along_axes=tuple(
+        moved_hbm_bytes=total_hbm_bytes(instruction_costs_of_step),
+        transfers_along_axis_sets=tuple(
             Transfers(mesh_axes, sent_bytes_by_axes[mesh_axes], overlapped_bytes_by_axes[mesh_axes])
             for mesh_axes in sent_bytes_by_axes
         ),
@@ -223,7 +229,7 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         for layer_type in sorted(layer_count_by_type)
         if layer_type in model_config.layer_types
     ]
-    layer_fractions_in_branch_order = [
+    fractions_of_layers_in_branches = [
         num_layers / sum(layer_counts_of_types) for num_layers in layer_counts_of_types
     ]
     computed_fraction_of_token_expert_pairs = 1 / program.layout.size("expert")
@@ -232,7 +238,7 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         computed_fraction_of_token_expert_pairs=computed_fraction_of_token_expert_pairs,
     )
     return ProgramText(
-        compiled.as_text() or "", mesh.shape, layer_fractions_in_branch_order, count_kernel_accesses
+        compiled.as_text() or "", mesh.shape, fractions_of_layers_in_branches, count_kernel_accesses
     )
 
 
@@ -258,36 +264,38 @@ def access_counts_of_expert_kernel(
     """
     if name == ADDED:
         _, row_fetches_shape, expert_rows_shape, _ = shapes
-        num_rows_fetched = (
+        expected_fetched_row_count = (
             computed_fraction_of_token_expert_pairs * row_fetches_shape[0] * row_fetches_shape[-1]
         )
-        return [1, 1, num_rows_fetched / expert_rows_shape[0], 1]
+        return [1, 1, expected_fetched_row_count / expert_rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
-    (
-        *shapes_before_last_weight_stack,
-        (num_layers, num_experts, num_inputs, num_outputs),
-        result_shape,
-    ) = shapes
-    num_full_tiles = (
-        computed_fraction_of_token_expert_pairs * (result_shape[0] - num_experts * ROWS) / ROWS
+    # The last operand of both kernels is an array of weights of all layers.
+    num_layers, num_experts, num_inputs, num_outputs = shapes[-2]
+    num_operands = len(shapes) - 1
+    num_result_rows = shapes[-1][0]
+    # The result has ROWS rows of padding for each expert, but only the rows of padding in tiles
+    # with rows of tokens are computed. They are ROWS / 2 rows for each expert on average, because
+    # the last tile of each expert is half full on average.
+    expected_token_row_count = computed_fraction_of_token_expert_pairs * (
+        num_result_rows - num_experts * ROWS
     )
-    # The last tile of each expert is half full on average.
-    computed_fraction_of_rows = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
+    expected_computed_row_count = expected_token_row_count + num_experts * ROWS / 2
+    computed_fraction_of_rows = expected_computed_row_count / num_result_rows
     if name == WEIGHTED:
         num_column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
-        num_reads_of_rows = num_column_blocks * computed_fraction_of_rows
-        return [1] * (len(shapes_before_last_weight_stack) - 1) + [
-            num_reads_of_rows,
+        mean_reads_per_row = num_column_blocks * computed_fraction_of_rows
+        return [1] * (num_operands - 2) + [
+            mean_reads_per_row,
             1 / num_layers,
             computed_fraction_of_rows,
         ]
     num_column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
-    # The last two shapes are the shapes of the tokens and of the gate's weights.
-    *shapes_before_token_array, token_array_shape, _ = shapes_before_last_weight_stack
-    num_reads_of_tokens = num_column_blocks * num_full_tiles * ROWS / token_array_shape[0]
-    return [1] * len(shapes_before_token_array) + [
-        num_reads_of_tokens,
+    # The last operands of the kernel GATED are the tokens, the gate weights and the up weights.
+    num_tokens = shapes[-4][0]
+    mean_reads_per_token = num_column_blocks * expected_token_row_count / num_tokens
+    return [1] * (num_operands - 3) + [
+        mean_reads_per_token,
         1 / num_layers,
         1 / num_layers,
         computed_fraction_of_rows,
@@ -313,12 +321,12 @@ def _flops_of_delta_rule(program: Program) -> float:
         program.batch_shape[0] * program.rows.num_hosts // layout.size(*RULES["batch"])
     )
     row_length = program.batch_shape[1]
-    num_heads_on_device = delta_net_config.key_heads // layout.size("model", "query")
-    key_shape = num_rows_on_device, row_length, num_heads_on_device, delta_net_config.key_size
+    num_key_heads_on_device = delta_net_config.key_heads // layout.size("model", "query")
+    key_shape = num_rows_on_device, row_length, num_key_heads_on_device, delta_net_config.key_size
     gate_shape = (
         num_rows_on_device,
         row_length,
-        num_heads_on_device,
+        num_key_heads_on_device,
         delta_net_config.values_per_key,
     )
     argument_shapes = [
@@ -364,12 +372,15 @@ def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: i
 
 
 def _padded_flops_of_product(product: Any, tile: int) -> int:
-    """Returns the number of operations that a matrix unit performs for one product.
+    """Returns the number of operations of a matrix unit for one product, with those on padding.
+
+    A matrix unit multiplies the rows of the left operand by square tiles of the right operand. The
+    right operand is padded to whole tiles, and operations on this padding count, too. The
+    operations of a float32 product count six times, because it takes six passes.
 
     Args:
-        product: The equation `dot_general` of a jaxpr.
-        tile: The number of rows, and also of columns, of the blocks of a matrix that the unit
-            multiplies at a time.
+        product: The equation `dot_general` of a jaxpr, which describes the product.
+        tile: The number of rows and of columns of a tile.
     """
     (contracted_axes, _), _ = product.params["dimension_numbers"]
     left_operand, right_operand = (operand.aval for operand in product.invars)

@@ -4,9 +4,10 @@ r"""Shows what the TPU compiler plans for a layer and for a whole step, for deve
         --model 30B-A3B --topology v6e:4x4 --flags "--mesh_shape 4,4 --mesh_axes data,expert"
 
 It compiles the program as a run would, without a TPU, and parses its text (program_text.py). It
-prints a line for each larger instruction of the loop over layers. A line shows the bytes of HBM
-that the instruction reads and writes and, for collectives, the bytes sent, the mesh axes, and
-"hidden" if matrix products or kernels run meanwhile, otherwise "exposed". Then it prints the bytes
+prints a line for each instruction of the loop over layers that reads, writes and sends more than
+1 MB in all. A line shows the bytes of HBM that the instruction reads and writes and, for
+collectives, the bytes sent, the mesh axes, and "hidden" if matrix products or kernels run
+meanwhile, otherwise "exposed". Then it prints the bytes
 of HBM of a whole layer, and their ratio to the bytes that move if weights and tokens move only once
 (see `CostModel.moved_by_layer`).
 
@@ -45,7 +46,7 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.run.topologies import topology_of
 from benchmarks.inputs import SHAPES
 from benchmarks.processes import print_result
-from benchmarks.program_text import Move, ProgramText
+from benchmarks.program_text import InstructionCost, ProgramText, total_hbm_bytes
 from benchmarks.step_plan import StepPlan, StepTimes, read_step, text_of, times_of
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HookedModel
@@ -120,10 +121,10 @@ def compile_for(
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     request = step_request(config, planned=chips(topology, chips_per_host))
-    model, host_rows = build_model(request, shape)
+    model, host_row_shardings = build_model(request, shape)
     hooks_and_encoders = choose_hooks(request, shape)
     program = Program(
-        model, weight_table(model), host_rows, request.batch_shape, *hooks_and_encoders
+        model, weight_table(model), host_row_shardings, request.batch_shape, *hooks_and_encoders
     )
     compiled_program = compile_unloaded(program, exec_time_optimization_effort=effort)
     return Compiled(
@@ -135,19 +136,29 @@ def compile_for(
 
 
 def times(compiled: Compiled) -> StepTimes:
-    """Returns the times of a step at the peak rates of the chip for which it was compiled.
+    """Returns the estimated times that a step takes on the chip for which it was compiled.
+
+    They are the seconds that computing, accesses of HBM and sending to other chips take at the peak
+    rates of the chip.
 
     Args:
         compiled: The compiled step.
     """
     devices = [*compiled.program.rows.mesh.devices.flat]
-    chip = chip_of(devices[0])
-    assert chip is not None
-    chip = at_dtype(chip, compiled.model.dtype, "tpu")
-    return times_of(compiled.step_plan, compiled.program.layout, chip, linked=len(devices))
+    chip_with_bfloat16_speed = chip_of(devices[0])
+    assert chip_with_bfloat16_speed is not None
+    chip_with_speed_for_model_dtype = at_dtype(
+        chip_with_bfloat16_speed, compiled.model.dtype, "tpu"
+    )
+    return times_of(
+        compiled.step_plan,
+        compiled.program.layout,
+        chip_with_speed_for_model_dtype,
+        linked=len(devices),
+    )
 
 
-def layer_hbm_bytes_if_moved_once(compiled: Compiled) -> float:
+def layer_hbm_bytes_if_arrays_move_once(compiled: Compiled) -> float:
     """Returns the bytes of HBM that a layer on one chip would move if each array moved only once.
 
     The number is the average over all layers.
@@ -196,25 +207,31 @@ def main() -> None:
     )
     mesh_phrase = shape_phrase(compiled_step.model.layout.shape)
     print(f"mesh {mesh_phrase}; a layer on one chip: MB of HBM, MB sent, kind, operation")
-    data_moves_of_layer = compiled_step.program_text.moves(compiled_step.program_text.body)
-    for move in sorted(data_moves_of_layer, key=lambda move: -move.hbm_bytes):
-        if move.hbm_bytes + move.sent_bytes > MIN_PRINTED_BYTES:
-            print_move(move)
-    moved_hbm_bytes = sum(move.hbm_bytes for move in data_moves_of_layer)
-    hbm_bytes_if_moved_once = layer_hbm_bytes_if_moved_once(compiled_step)
+    instruction_costs_of_layer = compiled_step.program_text.costs_of_instructions(
+        compiled_step.program_text.body
+    )
+    for instruction_cost in sorted(
+        instruction_costs_of_layer,
+        key=lambda instruction_cost: instruction_cost.moved_hbm_bytes,
+        reverse=True,
+    ):
+        if instruction_cost.moved_hbm_bytes + instruction_cost.sent_bytes > MIN_PRINTED_BYTES:
+            print_instruction_cost(instruction_cost)
+    moved_hbm_bytes = total_hbm_bytes(instruction_costs_of_layer)
+    layer_bytes_if_arrays_move_once = layer_hbm_bytes_if_arrays_move_once(compiled_step)
     print(
         f"{moved_hbm_bytes / 1e6:8.1f} in all: "
-        f"{moved_hbm_bytes / hbm_bytes_if_moved_once:.2f} times the "
-        f"{hbm_bytes_if_moved_once / 1e6:.1f} of weights and tokens that move once"
+        f"{moved_hbm_bytes / layer_bytes_if_arrays_move_once:.2f} times the "
+        f"{layer_bytes_if_arrays_move_once / 1e6:.1f} of weights and tokens that move once"
     )
     step_times = times(compiled_step)
-    step_figures = {
-        "products_ms": 1e3 * step_times.product_seconds,
+    value_by_metric_name = {
+        "products_ms": 1e3 * step_times.matrix_product_seconds,
         "kernel_ms": 1e3 * step_times.kernel_seconds,
         "hbm_ms": 1e3 * step_times.hbm_seconds,
         "hidden_ms": 1e3 * step_times.overlapped_sending_seconds,
         "exposed_ms": 1e3 * step_times.exposed_sending_seconds,
-        "busy": step_times.product_seconds / step_times.step_seconds,
+        "busy": step_times.matrix_product_seconds / step_times.step_seconds,
         "tokens_per_second": compiled_step.rows * compiled_step.length / step_times.step_seconds,
     }
     memory_analysis = compiled_step.memory_analysis
@@ -222,11 +239,11 @@ def main() -> None:
     # The outputs (activations) are counted twice, because the activations of a step are copied to
     # the host while the next step is computed.
     memory_bytes += 2 * memory_analysis.output_size_in_bytes
-    step_figures["memory_gb"] = memory_bytes / 1e9
-    print_result(step_figures)
+    value_by_metric_name["memory_gb"] = memory_bytes / 1e9
+    print_result(value_by_metric_name)
 
 
-def print_move(move: Move) -> None:
+def print_instruction_cost(instruction_cost: InstructionCost) -> None:
     """Prints a line about an instruction that moves bytes.
 
     The line shows the MB that the instruction reads from HBM and writes to it, the MB that it sends
@@ -234,14 +251,18 @@ def print_move(move: Move) -> None:
     meanwhile or "exposed" if not, its kind, and the name of its operation in JAX.
 
     Args:
-        move: The bytes that the instruction moves.
+        instruction_cost: The bytes that the instruction moves, with facts about the instruction.
     """
-    sending_text = f"{move.sent_bytes / 1e6:8.1f}"
-    if move.sent_bytes:
-        sending_text += (
-            f" along {','.join(move.axes)}, {'hidden' if move.is_overlapped else 'exposed'}"
-        )
-    print(f"{move.hbm_bytes / 1e6:8.1f} {sending_text}  {move.kind:10}  {move.source}")
+    moved_megabytes_text = f"{instruction_cost.moved_hbm_bytes / 1e6:8.1f}"
+    sent_megabytes_text = f"{instruction_cost.sent_bytes / 1e6:8.1f}"
+    axes_and_overlap_text = ""
+    if instruction_cost.sent_bytes:
+        overlap_text = "hidden" if instruction_cost.is_overlapped else "exposed"
+        axes_and_overlap_text = f" along {','.join(instruction_cost.mesh_axes)}, {overlap_text}"
+    print(
+        f"{moved_megabytes_text} {sent_megabytes_text}{axes_and_overlap_text}  "
+        f"{instruction_cost.kind:10}  {instruction_cost.jax_operation_name}"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,13 @@ from activation_extraction.model.released import released_config
 from activation_extraction.run.topologies import CHIP_KINDS, topology_of
 from benchmarks.inputs import SHAPES
 from benchmarks.program_text import COLLECTIVE, device_groups
-from benchmarks.tpu_plan import Compiled, chips, compile_for, layer_hbm_bytes_if_moved_once, times
+from benchmarks.tpu_plan import (
+    Compiled,
+    chips,
+    compile_for,
+    layer_hbm_bytes_if_arrays_move_once,
+    times,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
 rare = pytest.mark.rare
@@ -109,7 +115,10 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
         beside = [i for i in inside if "gated_delta_rule" in i.line and i.name not in calls]
         assert not [i.line for i in beside if i.opcode in ("while", "dot", "convolution")]
         (layer,) = (i for i in plan.layer() if i.branches)
-        full, linear = (sum(m.hbm_bytes for m in plan.moves(branch)) for branch in layer.branches)
+        full, linear = (
+            sum(cost.moved_hbm_bytes for cost in plan.costs_of_instructions(branch))
+            for branch in layer.branches
+        )
         assert linear <= 1.15 * full
 
 
@@ -124,11 +133,12 @@ def test_experts_move_little_more_than_they_must_and_send_while_they_compute(
     """With all its effort, the compiler lets sums travel while those of other parts are added."""
     flags = f"--mesh_shape {shape} --mesh_axes data,expert --layers_to_extract 11 23"
     compiled = compile_for(parse_model_config(SHAPES[model]), flags, topology)
-    moved = sum(move.hbm_bytes for move in compiled.program_text.moves(compiled.program_text.body))
-    assert moved < 1.5 * layer_hbm_bytes_if_moved_once(compiled)
+    costs = compiled.program_text.costs_of_instructions(compiled.program_text.body)
+    moved = sum(cost.moved_hbm_bytes for cost in costs)
+    assert moved < 1.5 * layer_hbm_bytes_if_arrays_move_once(compiled)
     found = times(compiled)
     assert found.overlapped_sending_seconds > found.exposed_sending_seconds > 0
-    assert found.product_seconds > busy * found.step_seconds
+    assert found.matrix_product_seconds > busy * found.step_seconds
 
 
 def test_an_estimate_compiles_the_very_program_of_a_run(tmp_path, capsys):
