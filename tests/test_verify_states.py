@@ -399,7 +399,7 @@ def test_one_wrong_token_of_many_is_found_in_bfloat16():
     row = StoredRow(np.arange(3000), [stored])
     check = RowCheck(0, row, Limits.of(row.dtype, "bfloat16", has_experts=False))
     check.matches_of_layers.append(match_hooks(row, 0, {"hook": computed}, check.limits))
-    assert check.matches_of_layers[0]["hook", 0].row_error < check.limits.row_error
+    assert check.matches_of_layers[0]["hook", 0].rms_token_error < check.limits.max_rms_token_error
     assert not check.is_right(0, "hook")
 
 

@@ -307,7 +307,7 @@ class Batches(Iterator[T]):
         window = self._current_window
         num_taken_tokens = self._iteration_position.taken
         stop_token_index = min(num_taken_tokens + self.options.size, window.token_count)
-        sources_and_blocks = zip(self._token_sources, window.blocks_of_runs, strict=True)
+        sources_and_blocks = zip(self._token_sources, window.block_tuples_of_runs, strict=True)
         batch = self._make_batch(
             [
                 token_source.take(blocks, num_taken_tokens, stop_token_index)

@@ -444,7 +444,7 @@ class ActivationDataset(Samples):
             else dict.fromkeys(names_of_activation_hooks, max_norm)
         )
         max_norm_by_hook_name = {
-            self.hooks.aliases.get(hook_name, hook_name): norm_limit
+            self.hooks.canonical_name_by_alias.get(hook_name, hook_name): norm_limit
             for hook_name, norm_limit in max_norm_by_hook_name.items()
         }
         for hook_name in max_norm_by_hook_name:

@@ -138,7 +138,7 @@ def feature_table(
     """
     from tqdm import tqdm  # imported late, because other readers of a run do not need tqdm
 
-    hook_name = dataset.hooks.aliases.get(hook, hook)
+    hook_name = dataset.hooks.canonical_name_by_alias.get(hook, hook)
     names_of_code_hooks = [
         name_of_read_hook
         for name_of_read_hook, stored_hook in dataset.shards.hooks.items()

@@ -312,7 +312,7 @@ class OpenShards:
             )
             for hook_name in self.hooks
         }
-        return ByHook(statistics_by_hook_name, self.hooks.aliases)
+        return ByHook(statistics_by_hook_name, self.hooks.canonical_name_by_alias)
 
     def _sums_of(self, hook: str) -> Sums:
         return self.sums.get(hook) or Sums.zeros(self.hooks[hook].width)

@@ -153,7 +153,7 @@ class AlignedRuns:
         token_sources = list[TokenSource]()
         for run, hook_names in runs_and_hook_names:
             norm_limits_of_run = options.max_norm
-            canonical_name_by_alias = run.hooks.aliases
+            canonical_name_by_alias = run.hooks.canonical_name_by_alias
             if isinstance(norm_limits_of_run, Mapping):
                 norm_limits_of_run = {
                     hook_name: norm_limit
@@ -549,7 +549,7 @@ def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
         for hook_name in filter(joined_value_by_hook.__contains__, value_by_hook):
             raise ValueError(f"hook {hook_name!r} is in more than one of the runs")
         joined_value_by_hook.update(value_by_hook)
-        joined_value_by_hook.aliases.update(value_by_hook.aliases)
+        joined_value_by_hook.canonical_name_by_alias.update(value_by_hook.canonical_name_by_alias)
     return joined_value_by_hook
 
 

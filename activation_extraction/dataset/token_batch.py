@@ -19,6 +19,8 @@ from activation_extraction.text.sample_facts import SampleFacts
 
 T = TypeVar("T")
 U = TypeVar("U")
+# A NumPy array, a PyTorch tensor or a JAX array.
+ArrayOrTensor = Any
 
 
 class ByHook(dict[str, T]):
@@ -26,19 +28,22 @@ class ByHook(dict[str, T]):
 
     Args:
         values: Value of each hook, by the canonical name of the hook.
-        aliases: Canonical name of a hook, by each other name of the hook. None if the hooks have no
-            other names.
+        canonical_name_by_alias: Canonical name of a hook, by each other name of the hook. None if
+            the hooks have no other names.
 
     Attributes:
-        aliases: The canonical name of a hook by each of its other names.
+        canonical_name_by_alias: Canonical name of a hook, by each other name of the hook. Empty if
+            the hooks have no other names.
     """
 
-    def __init__(self, values: Mapping[str, T], aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, T], canonical_name_by_alias: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(values)
-        self.aliases: dict[str, str] = dict(aliases or {})  # other name of a hook -> canonical name
+        self.canonical_name_by_alias: dict[str, str] = dict(canonical_name_by_alias or {})
 
     def __missing__(self, name: str) -> T:
-        canonical_name = self.aliases.get(name)
+        canonical_name = self.canonical_name_by_alias.get(name)
         if canonical_name is None or canonical_name not in self:
             raise KeyError(f"no hook {name!r}; there are {', '.join(self) or 'none'}")
         return self[canonical_name]
@@ -49,9 +54,8 @@ class ByHook(dict[str, T]):
         Args:
             convert: Function that takes a value and returns the converted value.
         """
-        return ByHook(
-            {hook_name: convert(value) for hook_name, value in self.items()}, self.aliases
-        )
+        converted_values = {hook_name: convert(value) for hook_name, value in self.items()}
+        return ByHook(converted_values, self.canonical_name_by_alias)
 
     def chosen(self, run_name: str, hooks: Any) -> list[str]:
         """Returns the canonical names of the hooks that a user has selected.
@@ -70,19 +74,19 @@ class ByHook(dict[str, T]):
         if hooks is None:
             return list(self)
         all_names_by_canonical_name = {canonical_name: [canonical_name] for canonical_name in self}
-        for alias, canonical_name in self.aliases.items():
+        for alias, canonical_name in self.canonical_name_by_alias.items():
             all_names_by_canonical_name.get(canonical_name, []).append(alias)
-        chosen_names: dict[str, None] = {}  # a dict serves as an ordered set
+        chosen_hook_names: dict[str, None] = {}  # a dict serves as an ordered set
         for pattern in [hooks] if isinstance(hooks, str) else hooks:
-            matching_names = [
+            matching_hook_names = [
                 canonical_name
                 for canonical_name, names_of_hook in all_names_by_canonical_name.items()
                 if any(fnmatchcase(name_of_hook, pattern) for name_of_hook in names_of_hook)
             ]
-            if not matching_names:
+            if not matching_hook_names:
                 raise ValueError(f"{run_name}: has no hook {pattern!r}; it has {', '.join(self)}")
-            chosen_names |= dict.fromkeys(matching_names)
-        return list(chosen_names)
+            chosen_hook_names |= dict.fromkeys(matching_hook_names)
+        return list(chosen_hook_names)
 
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -127,11 +131,11 @@ class TokenBatch:
     """
 
     activations: ByHook[Any]
-    token_ids: Any
-    sample_idx: Any
-    position: Any
-    role: Any = None
-    turn: Any = None
+    token_ids: ArrayOrTensor
+    sample_idx: ArrayOrTensor
+    position: ArrayOrTensor
+    role: ArrayOrTensor | None = None
+    turn: ArrayOrTensor | None = None
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -145,8 +149,8 @@ class TokenBatch:
             hook: The canonical name of the hook, or one of its other names.
 
         Returns:
-            An array (size, width), where `size` is the number of tokens of the batch. At a hook
-            with codes, a `Codes` object.
+            An array (size, width), where `size` is the number of tokens of the batch, or a `Codes`
+            object if the hook has codes.
 
         Raises:
             KeyError: If no hook has this name.
@@ -331,7 +335,7 @@ def copy_wanted_tokens(block: Block, target_indices: np.ndarray, target: TokenBa
             `target` to which the token is copied, int64 (wanted tokens,).
         target: Batch that is written to.
     """
-    source_slice_or_indices = _as_slice(block.wanted_token_indices)
+    wanted_token_slice_or_indices = _as_slice(block.wanted_token_indices)
     target_slice_or_indices = _as_slice(target_indices)
     for source_values, target_values in zip(block.token_batch.arrays, target.arrays, strict=True):
         has_same_dtype = source_values.dtype == target_values.dtype
@@ -340,18 +344,18 @@ def copy_wanted_tokens(block: Block, target_indices: np.ndarray, target: TokenBa
         if (
             has_same_dtype
             and isinstance(target_slice_or_indices, slice)
-            and not isinstance(source_slice_or_indices, slice)
+            and not isinstance(wanted_token_slice_or_indices, slice)
         ):
             # With the default mode="raise", NumPy would buffer `out` and copy all values twice.
             np.take(
                 source_bits,
-                source_slice_or_indices,
+                wanted_token_slice_or_indices,
                 axis=0,
                 out=target_bits_or_values[target_slice_or_indices],
                 mode="clip",
             )
         else:
-            taken_bits = source_bits[source_slice_or_indices]
+            taken_bits = source_bits[wanted_token_slice_or_indices]
             target_bits_or_values[target_slice_or_indices] = (
                 taken_bits if has_same_dtype else taken_bits.view(source_values.dtype)
             )
@@ -402,26 +406,25 @@ class SampleActivations(SampleFacts):
             (tokens,). None if the run has no turns.
     """
 
-    activations: ByHook[np.ndarray]
+    activations: ByHook[Any]
     token_ids: np.ndarray
     position: np.ndarray
     role: np.ndarray | None = None
     turn: np.ndarray | None = None
 
-    def __getitem__(self, hook: str) -> np.ndarray:
+    def __getitem__(self, hook: str) -> Any:
         """Returns the values of the sample's tokens at a hook.
 
         Args:
             hook: The canonical name of the hook, or one of its other names.
 
         Returns:
-            An array (tokens, width). At a hook with codes, a `Codes` object.
+            An array (tokens, width), or a `Codes` object if the hook has codes.
 
         Raises:
             KeyError: If no hook has this name.
         """
-        activations: np.ndarray = _at_hook(self, hook)
-        return activations
+        return _at_hook(self, hook)
 
     @property
     def positions(self) -> np.ndarray:
@@ -447,12 +450,12 @@ def _at_hook(batch_or_sample: TokenBatch | SampleActivations, name: str) -> Any:
         return batch_or_sample.activations[name]
     except KeyError:
         if name in vars(batch_or_sample) or name == "positions":
-            place_phrase = f"its attribute .{name}"
+            reading_hint = f"read its attribute .{name}"
         elif name in batch_or_sample.columns:
-            place_phrase = f".columns[{name!r}]"
+            reading_hint = f"read .columns[{name!r}]"
         else:
             raise
-    raise KeyError(f"{name!r} is no hook; read {place_phrase}")
+    raise KeyError(f"{name!r} is no hook; {reading_hint}")
 
 
 class Samples(Sequence[SampleActivations]):

@@ -35,8 +35,8 @@ ReadChunk = Callable[[Chunk], tuple[Block, ...]]
 MIN_SKIPPED_BYTES = 2**21
 BUFFER_BATCHES = 64  # largest number of batches in the default buffer of a local run
 BUFFER_BYTES = 2**30  # largest number of bytes in the default buffer
-# Largest number of bytes for each hook in the default buffer of a run in a bucket, if tokens stay
-# in order (ORDERED_BYTES) and if they are shuffled (SHUFFLED_BYTES).
+# Bytes per hook in the default buffer if the run is in a bucket: ORDERED_BYTES if tokens stay in
+# order, SHUFFLED_BYTES if they are shuffled. With many hooks, BUFFER_BYTES limits the buffer.
 ORDERED_BYTES = 2**26
 SHUFFLED_BYTES = 2**28
 # Dtypes to which activations can be converted.
@@ -215,17 +215,17 @@ class TokenSource:
             The values by the name of the column, arrays of objects (n,).
         """
         columns_by_name = self.shards.columns(dict.fromkeys(["sample_idx", *names]))
-        all_sample_idx, sorting_indices = self._sample_idx_and_order
+        all_sample_numbers, sorting_indices = self._sample_numbers_and_order
         sample_indices = sorting_indices[
-            np.searchsorted(all_sample_idx, sample_idx, sorter=sorting_indices)
+            np.searchsorted(all_sample_numbers, sample_idx, sorter=sorting_indices)
         ]
         return {column_name: columns_by_name[column_name][sample_indices] for column_name in names}
 
     @cached_property
-    def _sample_idx_and_order(self) -> tuple[np.ndarray, np.ndarray]:
-        """The `sample_idx` of all samples, and the indices that sort it, both int64 (samples,)."""
-        all_sample_idx = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
-        return all_sample_idx, np.argsort(all_sample_idx)
+    def _sample_numbers_and_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of all samples, and the indices that sort them, both int64 (samples,)."""
+        all_sample_numbers = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
+        return all_sample_numbers, np.argsort(all_sample_numbers)
 
     def of(self, sample_indices: np.ndarray) -> "TokenSource":
         """Returns a source that reads the tokens of some samples only.
@@ -279,12 +279,12 @@ class TokenSource:
                 - self.shards.first_sample_indices_of_shards[shard_index]
             )
             with as_os_errors():
-                token_offsets = self.shards.get(shard_index).sample_offsets
+                sample_offsets = self.shards.get(shard_index).sample_offsets
             yield [
                 Chunk(
                     shard_index,
-                    int(token_offsets[adjacent_sample_indices[0]]),
-                    int(token_offsets[adjacent_sample_indices[-1] + 1]),
+                    int(sample_offsets[adjacent_sample_indices[0]]),
+                    int(sample_offsets[adjacent_sample_indices[-1] + 1]),
                 )
                 for adjacent_sample_indices in np.split(
                     sample_indices_in_shard,
@@ -328,14 +328,14 @@ class TokenSource:
             )
             sample_numbers_of_tokens = shard_reader.sample_numbers[sample_indices_of_tokens]
             with as_os_errors():
-                range_values_by_field = wait_for_fields()
-            empty_activations_by_hook = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
+                values_of_token_range_by_field = wait_for_fields()
+            no_activations = ByHook[np.ndarray]({}, self.shards.hooks.canonical_name_by_alias)
             values_by_field: dict[str, Any] = {
-                field_name: range_values[token_indices_in_shard - first_token_index]
-                for field_name, range_values in range_values_by_field.items()
+                field_name: values_of_token_range[token_indices_in_shard - first_token_index]
+                for field_name, values_of_token_range in values_of_token_range_by_field.items()
             }
             batch_without_activations = TokenBatch(
-                empty_activations_by_hook, sample_idx=sample_numbers_of_tokens, **values_by_field
+                no_activations, sample_idx=sample_numbers_of_tokens, **values_by_field
             )
             sample_indices_of_tokens += self.shards.first_sample_indices_of_shards[shard_index]
             wanted_token_mask = batch_without_activations.position >= self.options.skip_first
@@ -360,8 +360,8 @@ class TokenSource:
 
         If the file is mapped into memory and the activations are not encoded, the activations are
         views of the file. Encoded activations are decoded to the dtype of the options. Unwanted
-        tokens between two of the tokens are read as well, unless there are more than
-        MIN_SKIPPED_BYTES bytes from one of the two to the other.
+        tokens between two wanted tokens are read as well, unless it is more than MIN_SKIPPED_BYTES
+        bytes from one wanted token to the next.
 
         Args:
             chunk_tokens: All tokens of some chunks of a shard, without their activations.
@@ -384,17 +384,18 @@ class TokenSource:
         range_break_mask |= np.diff(chunk_tokens.token_indices[ascending_indices]) != np.diff(
             ascending_indices
         )
-        wanted_indices_of_ranges = np.split(ascending_indices, np.flatnonzero(range_break_mask) + 1)
-        indices_of_ranges = [
-            np.arange(*_range_of(wanted_indices_of_range))
-            for wanted_indices_of_range in wanted_indices_of_ranges
+        wanted_index_arrays = np.split(ascending_indices, np.flatnonzero(range_break_mask) + 1)
+        # For each range, the indices into `chunk_tokens` of all tokens in the range.
+        read_index_arrays = [
+            np.arange(*_range_of(wanted_indices_in_range))
+            for wanted_indices_in_range in wanted_index_arrays
         ]
         token_ranges = [
-            _range_of(chunk_tokens.token_indices[indices_of_range])
-            for indices_of_range in indices_of_ranges
+            _range_of(chunk_tokens.token_indices[read_indices_in_range])
+            for read_indices_in_range in read_index_arrays
         ]
         activations = self._begin_activations(chunk_tokens.shard_index, token_ranges)()
-        indices_of_read_tokens = np.concatenate(indices_of_ranges)
+        indices_of_read_tokens = np.concatenate(read_index_arrays)
         batch_without_activations = chunk_tokens.token_batch.map(itemgetter(indices_of_read_tokens))
         token_batch = replace(batch_without_activations, activations=activations)
         return Block(token_batch, np.searchsorted(indices_of_read_tokens, wanted_indices))
@@ -413,13 +414,13 @@ class TokenSource:
             A function that waits for the activations and returns them by hook. The array of a hook
             contains the activations of all ranges, one range after the other.
         """
-        hooks = self.shards.hooks
+        stored_hook_by_name = self.shards.hooks
         dtype = self.options.dtype
         with as_os_errors():
             shard_reader = self.shards.get(shard_index)
             wait_functions_by_hook_name = {
                 hook_name: [
-                    hooks[hook_name].begin_rows(shard_reader, *token_range, dtype)
+                    stored_hook_by_name[hook_name].begin_rows(shard_reader, *token_range, dtype)
                     for token_range in token_ranges
                 ]
                 for hook_name in self.options.hooks
@@ -431,7 +432,7 @@ class TokenSource:
                     hook_name: _concatenate([wait_for_range() for wait_for_range in wait_functions])
                     for hook_name, wait_functions in wait_functions_by_hook_name.items()
                 }
-            return ByHook(values_by_hook, hooks.aliases)
+            return ByHook(values_by_hook, stored_hook_by_name.canonical_name_by_alias)
 
         return wait
 
@@ -457,9 +458,11 @@ class TokenSource:
         """Returns a function that reads and filters the chunks of this run.
 
         Returns:
-            A function that takes a chunk and returns a tuple of one block, because readers of
-            paired runs return a block for each run. The `wanted_token_indices` of the block refer
-            to the tokens of the chunk that pass all filters, including `max_norm`.
+            A function that takes a chunk (consecutive tokens of a shard) and returns a tuple with
+            one `Block`: the tokens that were read, with their activations. It is a tuple because
+            the function for paired runs returns a block for each run. The `wanted_token_indices` of
+            the block are the indices, in the block, of the tokens that pass all filters, including
+            `max_norm`.
         """
         options = self.options
         has_token_filters = (
@@ -470,16 +473,16 @@ class TokenSource:
             # The tokens are read first if they determine which activations are read.
             if has_token_filters:
                 chunk_tokens = self.tokens([chunk])
-                block = self.with_activations(
+                token_block = self.with_activations(
                     chunk_tokens, np.flatnonzero(chunk_tokens.wanted_token_mask)
                 )
             else:
                 batch = self._all_of(chunk)
-                block = Block(batch, np.arange(len(batch)))
+                token_block = Block(batch, np.arange(len(batch)))
             return (
                 Block(
-                    block.token_batch,
-                    block.wanted_token_indices[self.within_max_norm_token_mask(block)],
+                    token_block.token_batch,
+                    token_block.wanted_token_indices[self.within_max_norm_token_mask(token_block)],
                 ),
             )
 
@@ -515,19 +518,21 @@ class TokenSource:
         Raises:
             ValueError: If a value is too large for the dtype of the batch.
         """
-        hooks = self.shards.hooks
+        stored_hook_by_name = self.shards.hooks
         options = self.options
         requested_dtype_by_hook = {
             hook_name: options.dtype
             for hook_name in options.hooks
-            if options.dtype and hooks[hook_name].are_activations
+            if options.dtype and stored_hook_by_name[hook_name].are_activations
         }
         batch = empty_batch(blocks[0].token_batch, stop - start, requested_dtype_by_hook)
         num_preceding_tokens = 0  # number of wanted tokens in earlier blocks
-        for block in blocks:
-            start_in_block = max(start - num_preceding_tokens, 0)
-            stop_in_block = max(stop - num_preceding_tokens, 0)
-            taken_token_indices = block.wanted_token_indices[start_in_block:stop_in_block]
+        for token_block in blocks:
+            copy_start_in_wanted_tokens = max(start - num_preceding_tokens, 0)
+            copy_stop_in_wanted_tokens = max(stop - num_preceding_tokens, 0)
+            taken_token_indices = token_block.wanted_token_indices[
+                copy_start_in_wanted_tokens:copy_stop_in_wanted_tokens
+            ]
             if len(taken_token_indices):
                 first_token_index_in_batch = max(num_preceding_tokens - start, 0)
                 # NumPy's warning about overflow is switched off, because it does not cover every
@@ -535,18 +540,18 @@ class TokenSource:
                 # values do. For both, ValueError is raised below.
                 with np.errstate(over="ignore"):
                     copy_wanted_tokens(
-                        Block(block.token_batch, taken_token_indices),
+                        Block(token_block.token_batch, taken_token_indices),
                         np.arange(
                             first_token_index_in_batch,
                             first_token_index_in_batch + len(taken_token_indices),
                         ),
                         batch,
                     )
-            num_preceding_tokens += len(block.wanted_token_indices)
+            num_preceding_tokens += len(token_block.wanted_token_indices)
         for hook_name in requested_dtype_by_hook:
             batch_values = batch[hook_name]
             was_converted_to_float16 = (
-                hooks[hook_name].user_dtype != batch_values.dtype == np.float16
+                stored_hook_by_name[hook_name].user_dtype != batch_values.dtype == np.float16
             )
             if was_converted_to_float16 and overflows(batch_values):
                 raise ValueError(
@@ -554,10 +559,12 @@ class TokenSource:
                     'read them with dtype="bfloat16" or "float32"'
                 )
         values_by_hook = {
-            hook_name: hooks[hook_name].for_user(stored_values)
+            hook_name: stored_hook_by_name[hook_name].for_user(stored_values)
             for hook_name, stored_values in batch.items()
         }
-        batch = replace(batch, activations=ByHook(values_by_hook, hooks.aliases))
+        batch = replace(
+            batch, activations=ByHook(values_by_hook, stored_hook_by_name.canonical_name_by_alias)
+        )
         if column_names := options.columns:
             batch = replace(batch, columns=self.columns(column_names, batch.sample_idx))
         return batch
@@ -591,13 +598,16 @@ def overflows(values: np.ndarray) -> bool:
 
 
 def floating_name(dtype: Any) -> str | None:
-    """Returns the name of a dtype, if activations can be converted to it (FLOATING).
+    """Returns the name of a dtype if activations can be converted to this dtype.
+
+    The names of these dtypes are listed in FLOATING.
 
     Args:
-        dtype: Name of a dtype, or an object that NumPy compares with a dtype.
+        dtype: Name of a dtype, or an object that `np.dtype` accepts, such as `np.float32`. None for
+            no dtype.
 
     Returns:
-        The name; None if `dtype` is None or not a dtype in FLOATING.
+        The name. None if `dtype` is None, or if activations cannot be converted to it.
     """
     matching_dtype_names = [
         dtype_name for dtype_name in FLOATING if dtype is not None and np.dtype(dtype_name) == dtype
@@ -617,9 +627,9 @@ def default_buffer(
         is_local: Whether the files are on this machine. If they are in a bucket, large ranges of
             every hook are read, so that the buffer has to be larger.
     """
-    bytes_per_hook = ORDERED_BYTES if options.shuffle is None else SHUFFLED_BYTES
+    buffer_bytes_per_hook = ORDERED_BYTES if options.shuffle is None else SHUFFLED_BYTES
     buffer_bytes = (
-        BUFFER_BYTES if is_local else min(bytes_per_hook * max(hook_count, 1), BUFFER_BYTES)
+        BUFFER_BYTES if is_local else min(buffer_bytes_per_hook * max(hook_count, 1), BUFFER_BYTES)
     )
     num_buffer_tokens = buffer_bytes // max(bytes_per_token, 1)
     return max(
@@ -640,19 +650,19 @@ def as_mask(mask: Any, sample_count: int) -> np.ndarray:
             or values that are no booleans.
     """
     mask_array = np.asarray(mask)
-    mask_booleans = mask_array
+    boolean_mask = mask_array
     # np.asarray converts an array of pandas or pyarrow that may contain nulls to the dtype object,
     # and an empty list to the dtype float64.
     if mask_array.dtype == object or not mask_array.size:
-        mask_booleans = np.array(
+        boolean_mask = np.array(
             [element for element in mask_array.flat if isinstance(element, bool | np.bool_)], bool
         )
     are_all_elements_booleans = (
-        mask_booleans.dtype == bool and mask_booleans.shape == mask_array.shape
+        boolean_mask.dtype == bool and boolean_mask.shape == mask_array.shape
     )
     if not are_all_elements_booleans or mask_array.shape != (sample_count,):
         raise ValueError(
             f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or "
             f"false, never null, for each of {counted(sample_count, 'sample')}"
         )
-    return mask_booleans
+    return boolean_mask

@@ -85,15 +85,15 @@ class Window(NamedTuple):
     A chunk is a range of a shard's tokens that is read at once.
 
     Attributes:
-        blocks_of_runs: For each of the runs that are read side by side, a tuple of blocks. A block
-            contains tokens that were read together, and the indices of the tokens that pass the
-            filters. These tokens, one block after the other, are the tokens of the window in the
-            order of the batches. All runs have the same tokens.
+        block_tuples_of_runs: For each of the runs that are read side by side, a tuple of blocks. A
+            `Block` contains the arrays of some tokens, and the indices of the wanted tokens, which
+            pass the filters. The wanted tokens, one block after the other, are the tokens of the
+            window in the order of the batches. The wanted tokens are the same in all runs.
         token_count: Number of tokens in the window.
         end: Position at which an iteration continues after this window.
     """
 
-    blocks_of_runs: list[tuple[Block, ...]]
+    block_tuples_of_runs: list[tuple[Block, ...]]
     token_count: int
     end: Position
 
@@ -118,10 +118,11 @@ class Windows:
     seed: int | None
 
     def beginning(self, begin_position: Position) -> Generator[Window, None, None]:
-        """Yields the windows, beginning at a position.
+        """Yields the windows (see `Window`), beginning at a position.
 
-        When the generator is closed or collected, or the program ends, the window that is being
-        filled is abandoned, and the threads end.
+        While the caller uses a window, threads fill the next one. When the generator is closed or
+        garbage-collected, or the program ends, the window that is being filled is abandoned, and
+        the threads end.
 
         Args:
             begin_position: Position at which the first window begins.
@@ -129,8 +130,9 @@ class Windows:
         self._is_stopped = False
         # Results of reading chunks in threads (a block for each run), by the index of the chunk.
         self._future_by_chunk_index: dict[int, Future[tuple[Block, ...]]] = {}
-        # Memory to which tokens are copied: a list for even windows and a list for odd windows. A
-        # list is empty until it is needed, and then contains a batch for each run.
+        # Memory to which tokens are copied: a list for even windows and a list for odd windows,
+        # because one window is filled while batches are cut from the window before it. A list is
+        # empty until it is needed, and then contains a batch for each run.
         self._batches_of_even_and_odd_windows: tuple[list[TokenBatch], ...] = [], []
         thread_pool = ThreadPoolExecutor(1 + self.num_chunks_read_at_once, "read-ahead")
         try:
@@ -156,22 +158,22 @@ class Windows:
             The window. None if there are no tokens after the position.
         """
         chunk_index = begin_position.chunk
-        # The window contains a part of the wanted tokens of each chunk. The part consists of the
-        # elements from `start_in_wanted_tokens` to `stop_in_wanted_tokens` (exclusive) of the
-        # `wanted_token_indices` of the chunk's blocks.
-        start_in_wanted_tokens = begin_position.row
+        # The window contains a part of the wanted tokens of each chunk. If the wanted tokens of a
+        # chunk are counted from 0, its part begins at token `part_start_in_wanted_tokens` and ends
+        # before token `part_stop_in_wanted_tokens`.
+        part_start_in_wanted_tokens = begin_position.row
         num_window_tokens = 0
         window_batches = self._batches_of_even_and_odd_windows[begin_position.window % 2]
-        # For each chunk of which a part is in the window, a list with the block of each run, which
-        # contains the tokens of this part.
-        blocks_of_chunk_parts = list[list[Block]]()
-        # Element i is the index in each of the `window_batches` at which token i of the window is
-        # written if it is copied. This is i if tokens stay in order, otherwise element i of a
-        # random permutation.
-        write_indices_of_window_tokens = np.arange(self.max_window_tokens)
+        # A list for each chunk of which a part is in the window. It contains a block for each run,
+        # whose wanted tokens are the tokens of this part.
+        block_lists_of_chunk_parts = list[list[Block]]()
+        # Element i is the index to which token i of the window is copied in `window_batches`, the
+        # same index in the batch of every run. It is i if tokens stay in order, otherwise element i
+        # of a random permutation. Tokens whose blocks stay in memory are not copied.
+        target_indices_of_window_tokens = np.arange(self.max_window_tokens)
         if self.seed is not None:
             random_generator = np.random.default_rng([self.seed, begin_position.window])
-            random_generator.shuffle(write_indices_of_window_tokens)
+            random_generator.shuffle(target_indices_of_window_tokens)
         while (
             num_window_tokens < self.max_window_tokens
             and chunk_index < len(self.chunks)
@@ -179,54 +181,58 @@ class Windows:
         ):
             # A block of this chunk for each run.
             chunk_blocks = self._blocks(chunk_index, thread_pool)
-            stop_in_wanted_tokens = min(
-                start_in_wanted_tokens + self.max_window_tokens - num_window_tokens,
+            part_stop_in_wanted_tokens = min(
+                part_start_in_wanted_tokens + self.max_window_tokens - num_window_tokens,
                 len(chunk_blocks[0].wanted_token_indices),
             )
-            num_part_tokens = stop_in_wanted_tokens - start_in_wanted_tokens
+            num_part_tokens = part_stop_in_wanted_tokens - part_start_in_wanted_tokens
             if num_part_tokens > 0:
-                part_blocks = [
-                    block_of_run._replace(
-                        wanted_token_indices=block_of_run.wanted_token_indices[
-                            start_in_wanted_tokens:stop_in_wanted_tokens
+                blocks_of_chunk_part = [
+                    chunk_block._replace(
+                        wanted_token_indices=chunk_block.wanted_token_indices[
+                            part_start_in_wanted_tokens:part_stop_in_wanted_tokens
                         ]
                     )
-                    for block_of_run in chunk_blocks
+                    for chunk_block in chunk_blocks
                 ]
                 if self.seed is not None or not all(map(_may_stay_in_memory, chunk_blocks)):
                     if not window_batches:
                         window_batches += [
-                            empty_batch(block_of_run.token_batch, self.max_window_tokens)
-                            for block_of_run in part_blocks
+                            empty_batch(part_block.token_batch, self.max_window_tokens)
+                            for part_block in blocks_of_chunk_part
                         ]
-                    write_indices_of_part_tokens = write_indices_of_window_tokens[
+                    target_indices_of_part_tokens = target_indices_of_window_tokens[
                         num_window_tokens : num_window_tokens + num_part_tokens
                     ]
-                    for block_of_run, window_batch in zip(part_blocks, window_batches, strict=True):
-                        copy_wanted_tokens(block_of_run, write_indices_of_part_tokens, window_batch)
-                    part_blocks = [
-                        Block(window_batch, write_indices_of_part_tokens)
+                    for part_block, window_batch in zip(
+                        blocks_of_chunk_part, window_batches, strict=True
+                    ):
+                        copy_wanted_tokens(part_block, target_indices_of_part_tokens, window_batch)
+                    blocks_of_chunk_part = [
+                        Block(window_batch, target_indices_of_part_tokens)
                         for window_batch in window_batches
                     ]
-                blocks_of_chunk_parts.append(part_blocks)
+                block_lists_of_chunk_parts.append(blocks_of_chunk_part)
                 num_window_tokens += num_part_tokens
-                start_in_wanted_tokens = stop_in_wanted_tokens
-            if start_in_wanted_tokens >= len(chunk_blocks[0].wanted_token_indices):
+                part_start_in_wanted_tokens = part_stop_in_wanted_tokens
+            if part_start_in_wanted_tokens >= len(chunk_blocks[0].wanted_token_indices):
                 chunk_index += 1
-                start_in_wanted_tokens = 0
+                part_start_in_wanted_tokens = 0
         if not num_window_tokens:
             return None
         if self.seed is not None:
-            blocks_of_chunk_parts = [
+            block_lists_of_chunk_parts = [
                 [
-                    Block(window_batch, np.sort(write_indices_of_window_tokens[:num_window_tokens]))
+                    Block(
+                        window_batch, np.sort(target_indices_of_window_tokens[:num_window_tokens])
+                    )
                     for window_batch in window_batches
                 ]
             ]
         return Window(
-            [*zip(*blocks_of_chunk_parts, strict=True)],
+            [*zip(*block_lists_of_chunk_parts, strict=True)],
             num_window_tokens,
-            Position(begin_position.window + 1, chunk_index, start_in_wanted_tokens),
+            Position(begin_position.window + 1, chunk_index, part_start_in_wanted_tokens),
         )
 
     def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:
@@ -327,10 +333,13 @@ def shuffled_chunks(chunks: list[Chunk], seed: int | None, *seed_numbers: int) -
 def chunks_of_worker(chunks: list[Chunk], worker_number: int, worker_count: int) -> list[Chunk]:
     """Returns the chunks that one of several workers reads.
 
-    Each worker reads every n-th chunk, where n is the number of workers.
+    A worker is one of the processes among which the stored tokens are divided: one of the processes
+    that `BatchOptions.workers` counts, or a worker process of a PyTorch DataLoader. Each worker
+    reads every n-th chunk, where n is the number of workers.
 
     Args:
-        chunks: All chunks. If there are fewer chunks than workers, the chunks are cut first.
+        chunks: Chunks (ranges of consecutive tokens) of all workers. If there are fewer chunks than
+            workers, the chunks are cut first.
         worker_number: Number of the worker, from 0.
         worker_count: Number of workers.
     """

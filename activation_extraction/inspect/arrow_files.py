@@ -19,18 +19,21 @@ class ArrowFolder:
     Args:
         folder: The folder, which must exist.
         type_by_column_name: The type of each column by its name, as `datasets.Features` takes it.
-        row_format: The format in which `datasets` returns the rows, "torch" for tensors. None for
-            Python lists and numbers.
+        row_format_name: Name of the format in which `datasets` returns the rows, such as "torch"
+            for tensors. None for Python lists and numbers.
     """
 
     def __init__(
-        self, folder: Path, type_by_column_name: Mapping[str, Any], row_format: str | None = None
+        self,
+        folder: Path,
+        type_by_column_name: Mapping[str, Any],
+        row_format_name: str | None = None,
     ) -> None:
         import datasets
         from datasets.arrow_writer import ArrowWriter
 
         self._state_path = folder / "state.json"
-        self._row_format = row_format
+        self._row_format_name = row_format_name
         self._column_names = [*type_by_column_name]
         column_features = datasets.Features(type_by_column_name)
         datasets.DatasetInfo(features=column_features).write_to_directory(str(folder))
@@ -51,9 +54,9 @@ class ArrowFolder:
         state_fields: dict[str, Any] = {
             "_data_files": [{"filename": FILE}],
             "_fingerprint": None,  # `datasets` computes a fingerprint when it reads the folder
-            "_format_columns": None if self._row_format is None else self._column_names,
+            "_format_columns": None if self._row_format_name is None else self._column_names,
             "_format_kwargs": {},
-            "_format_type": self._row_format,
+            "_format_type": self._row_format_name,
             "_output_all_columns": False,
             "_split": None,
         }

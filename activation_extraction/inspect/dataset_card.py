@@ -88,14 +88,15 @@ def size_category(num_samples: int) -> str:
     Args:
         num_samples: Number of samples in the data set.
     """
-    # SIZE_LIMITS begins with 1,000, which has four digits. Each next limit has one digit more. So a
-    # number of d digits is below the limit with the index d - 3.
-    upper_size_limit_index = len(str(num_samples)) - 3
-    if upper_size_limit_index <= 0:
+    # Category 0 is below the first limit, and category k begins at the limit with the index k - 1.
+    # The first limit is 1,000, which has four digits, and each next limit has one digit more. So
+    # numbers of d digits, at least four, are in category d - 3.
+    size_category_index = max(len(str(num_samples)) - 3, 0)
+    if size_category_index == 0:
         return f"n<{SIZE_LIMITS[0]}"
-    if upper_size_limit_index >= len(SIZE_LIMITS):
+    if size_category_index >= len(SIZE_LIMITS):
         return f"n>{SIZE_LIMITS[-1]}"
-    return f"{SIZE_LIMITS[upper_size_limit_index - 1]}<n<{SIZE_LIMITS[upper_size_limit_index]}"
+    return f"{SIZE_LIMITS[size_category_index - 1]}<n<{SIZE_LIMITS[size_category_index]}"
 
 
 def model_name(dataset: ActivationDataset) -> str:
@@ -164,23 +165,23 @@ def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
 
 
 def _model_sentences(dataset: ActivationDataset) -> Iterator[str]:
-    recorded_flags = _configuration(dataset)
+    value_by_recorded_flag = _configuration(dataset)
     name_of_model = model_name(dataset)
-    model_commit = dataset.metadata.get("model_commit")
+    model_commit_hash = dataset.metadata.get("model_commit")
     if not name_of_model:
         yield "The metadata of the run does not name the model."
-    elif model_commit:
-        yield f"{_code(name_of_model)} at commit {_code(model_commit)}."
+    elif model_commit_hash:
+        yield f"{_code(name_of_model)} at commit {_code(model_commit_hash)}."
     else:
         yield f"{_code(name_of_model)}, from a folder of the author."
     model_fields = dataset.metadata.get("model") or {}
     if "model_type" in model_fields:
         model_type = _code(model_fields["model_type"])
         yield f"It is a {model_type} model of {model_fields['num_hidden_layers']} layers."
-    if adapter_path := recorded_flags.get("lora"):
+    if adapter_path := value_by_recorded_flag.get("lora"):
         yield f"The LoRA adapter {_code(_public_name(adapter_path))} was merged into it."
     autoencoder_paths = [
-        autoencoder_path for _, autoencoder_path in recorded_flags.get("encode") or ()
+        autoencoder_path for _, autoencoder_path in value_by_recorded_flag.get("encode") or ()
     ]
     if autoencoder_paths:
         autoencoders_phrase = ", ".join(
@@ -193,11 +194,11 @@ def _model_sentences(dataset: ActivationDataset) -> Iterator[str]:
 
 def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
     identity = dataset.identity
-    recorded_flags = _configuration(dataset)
+    value_by_recorded_flag = _configuration(dataset)
     if not identity.from_dataset:
         yield "A program with a loop of its own has stored the samples."
         return
-    sources_and_weights = recorded_flags.get("mix") or ()
+    sources_and_weights = value_by_recorded_flag.get("mix") or ()
     if sources_and_weights:
         revision_by_source = dict(
             source_and_revision.rsplit("@", 1)
@@ -211,9 +212,13 @@ def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
             source_phrases.append(f"{source_name}{commit_phrase} (weight {weight:g})")
         yield f"A mixture of {', '.join(source_phrases)}."
     elif identity.data == DATA_FROM_FILES:
-        data_path = str(recorded_flags.get("dataset_path") or DATA_FROM_FILES)
-        data_path_in_card = data_path if data_path.startswith("hf://") else _last_part(data_path)
-        yield f"Files: {_code(data_path_in_card)}."
+        data_source_text = str(value_by_recorded_flag.get("dataset_path") or DATA_FROM_FILES)
+        public_data_source_text = (
+            data_source_text
+            if data_source_text.startswith("hf://")
+            else _last_part(data_source_text)
+        )
+        yield f"Files: {_code(public_data_source_text)}."
     else:
         yield f"{_code(identity.data)} at commit {_code(identity.data_revision)}."
     max_tokens_phrase = f"{identity.text.max_seq_length:,}"
@@ -303,5 +308,5 @@ def _code(text: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns text as a string in YAML, for which the syntax of JSON is valid, too."""
+    """Returns a text as a quoted YAML string. It is written as in JSON, which YAML accepts, too."""
     return json.dumps(visible(text), ensure_ascii=False)

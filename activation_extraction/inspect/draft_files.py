@@ -1,10 +1,10 @@
 """Writes files from which the libraries speculators and SpecForge train draft models.
 
 Draft models are of the kinds EAGLE-3 and DFlash. The files contain whole samples, with a loss mask,
-the residual streams of some layers, and the last hidden state. The two libraries number the same
-tensors differently. If the blocks (decoder layers) of a model are counted from 0, the residual
-stream after block k has the number k + 1 in speculators, as in `hidden_states` of the library
-transformers, and the number k in SpecForge.
+the outputs of some layers, and the last hidden state. The two libraries number the same tensors
+differently. If the blocks (decoder layers) of a model are counted from 0, the output of block k has
+the number k + 1 in speculators, as in `hidden_states` of the library transformers, and the number k
+in SpecForge.
 """
 
 import io
@@ -41,7 +41,7 @@ LOSS_MASK = "loss_mask"
 # Indices in ROLES of the roles on whose tokens a draft model is trained. The loss of tokens with
 # other roles is ignored.
 TRAINED_ROLES = [ROLES.index(role) for role in ("assistant", "thinking")]
-# Globs of the names of hooks at which the values are residual streams.
+# Globs of the names of hooks in the residual stream, before or after a block.
 RESIDUAL_STREAM_GLOBS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
 FINAL_NORM_HOOK = "ln_final.hook_out"
 SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
@@ -49,7 +49,7 @@ SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
 SCALES = "hidden_states_scales"
 # Smallest scale, so that a token whose values are all zero causes no division by 0.
 SMALLEST_SCALE = 1e-12
-EAGLE3_LAYERS = 3  # number of layers whose residual streams SpecForge's EAGLE-3 draft models read
+EAGLE3_LAYERS = 3  # number of layers whose outputs SpecForge's EAGLE-3 draft models read
 
 
 class TrainingSample(NamedTuple):
@@ -122,6 +122,8 @@ def _loss_mask(
     """
     loss_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
+        # The stored column contains the mask of the whole document, also if the sample is only a
+        # piece of the document.
         loss_mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
         # A tuple of the number of the piece, the index of its first token in the document, and the
         # position of the row; None if the sample is no piece of a long document.
@@ -140,36 +142,41 @@ def _loss_mask(
     return loss_mask.astype(np.int64)
 
 
-def last_residual_stream_hook(block_count: int) -> str:
+def last_residual_stream_hook(layer_count: int) -> str:
     """Returns the name of the hook for the last hidden state in files for the library speculators.
 
     The values at this hook are the output of the last block, before the final norm.
 
     Args:
-        block_count: Number of blocks of the model.
+        layer_count: Number of blocks (decoder layers) of the model.
     """
-    return f"blocks.{block_count - 1}.hook_resid_post"
+    return f"blocks.{layer_count - 1}.hook_resid_post"
 
 
-def residual_stream_hooks_by_number(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the hooks at which the values are residual streams, by the number of the stream.
+def hooks_by_hidden_state_index(hooks: Iterable[str]) -> dict[int, str]:
+    """Returns the hooks in the residual stream, before or after a block, by hidden state index.
+
+    The hidden state with index 0 is the embedding, and the hidden state with index k + 1 is the
+    output of block k. `hidden_states` of the library transformers has the same indices, but
+    contains the output of the last block after the final norm.
 
     Args:
-        hooks: The names of hooks. Hooks with other values are ignored.
+        hooks: The names of hooks. Hooks that are not in the residual stream before or after a block
+            are ignored.
 
     Returns:
-        The name of the hook by the number of its residual stream, in ascending order of the
-        numbers. As in `hidden_states` of the library transformers, number 0 is the embedding, and
-        number k + 1 is the output of block k. If two hooks have the same residual stream, the first
-        of them is returned.
+        The name of the hook by the index of its hidden state, in ascending order of the indices. If
+        two hooks have the same hidden state, the first of them is returned.
     """
-    hook_name_by_residual_stream_number: dict[int, str] = {}
+    hook_name_by_hidden_state_index: dict[int, str] = {}
     for hook_name in hooks:
         if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_name):
             block_number, pre_or_post = hook_match.groups()
-            stream_number = int(block_number) + 1 if pre_or_post == "post" else int(block_number)
-            hook_name_by_residual_stream_number.setdefault(stream_number, hook_name)
-    return dict(sorted(hook_name_by_residual_stream_number.items()))
+            hidden_state_index = (
+                int(block_number) + 1 if pre_or_post == "post" else int(block_number)
+            )
+            hook_name_by_hidden_state_index.setdefault(hidden_state_index, hook_name)
+    return dict(sorted(hook_name_by_hidden_state_index.items()))
 
 
 def _empty_samples_phrase(dataset: ActivationDataset) -> tuple[str, ...]:
@@ -186,10 +193,12 @@ def _empty_samples_phrase(dataset: ActivationDataset) -> tuple[str, ...]:
 
 
 class DraftFormat(ExportFormat):
-    """Files from which a draft model is trained: whole samples with some residual streams.
+    """Files with which a draft model for speculative decoding is trained.
+
+    They contain whole samples, with the hidden states after some layers of the run's model.
 
     Attributes:
-        hook_globs: Globs of the names of the hooks whose values the trainer reads.
+        hook_globs: Globs of the names of the hooks that the format accepts.
     """
 
     needs_every_token = True
@@ -205,8 +214,8 @@ class DraftFormat(ExportFormat):
 class SpeculatorsFormat(DraftFormat):
     """The files from which the library speculators, version 0.9, trains draft models.
 
-    Arrow files contain a row with the token ids and the loss mask of each sample. The file
-    hidden_states/hs_i.safetensors belongs to row i of the Arrow files. Its tensor
+    An Arrow file contains a row with the token ids, the loss mask and the length of each sample.
+    The file hidden_states/hs_i.safetensors belongs to row i of the Arrow file. Its tensor
     `hidden_states` has the shape (tokens, layers, width). The last layer is the output of the last
     block, before the final norm.
 
@@ -240,8 +249,8 @@ class SpeculatorsFormat(DraftFormat):
                 is chosen.
         """
         exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
-        block_count = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-        last_hook_name = last_residual_stream_hook(block_count)
+        layer_count = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
+        last_hook_name = last_residual_stream_hook(layer_count)
         if last_hook_name not in exported_hook_names or len(exported_hook_names) < 2:
             raise InputError(
                 f"--export speculators: needs the hooks {last_hook_name} and "
@@ -257,7 +266,9 @@ class SpeculatorsFormat(DraftFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes the Arrow files and, for each sample, a file with its hidden states.
+        """Writes an Arrow file with the samples, and a file for each sample with its hidden states.
+
+        The Arrow file contains the token ids, the loss mask and the length of every sample.
 
         `ExportFormat.write` documents the arguments and the result.
 
@@ -276,21 +287,21 @@ class SpeculatorsFormat(DraftFormat):
             "seq_len": int64_type,
         }
         arrow_folder = ArrowFolder(folder, type_by_column_name, "torch")
-        residual_stream_hook_names = residual_stream_hooks_by_number(hooks).values()
+        hidden_state_hook_names = hooks_by_hidden_state_index(hooks).values()
         stores_float8 = self._stores_float8(dataset)
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
-        for row_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
+        for arrow_row_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
             hidden_states = np.stack(
-                [values_by_hook[hook_name] for hook_name in residual_stream_hook_names], axis=1
+                [values_by_hook[hook_name] for hook_name in hidden_state_hook_names], axis=1
             )
-            tensors_of_file = {"hidden_states": hidden_states, "token_ids": token_ids}
+            tensor_by_name = {"hidden_states": hidden_states, "token_ids": token_ids}
             if stores_float8:
-                tensors_of_file["hidden_states"], tensors_of_file[SCALES] = quantize_tokens(
+                tensor_by_name["hidden_states"], tensor_by_name[SCALES] = quantize_tokens(
                     hidden_states
                 )
-            (folder / f"hidden_states/hs_{row_index}.safetensors").write_bytes(
-                save(tensors_of_file)
+            (folder / f"hidden_states/hs_{arrow_row_index}.safetensors").write_bytes(
+                save(tensor_by_name)
             )
             arrow_folder.write(
                 {"input_ids": [token_ids], LOSS_MASK: [loss_mask], "seq_len": [len(token_ids)]}
@@ -309,7 +320,7 @@ class SpeculatorsFormat(DraftFormat):
             dataset: The run.
             hooks: The names of the exported hooks.
         """
-        layer_numbers_phrase = " ".join(map(str, [*residual_stream_hooks_by_number(hooks)][:-1]))
+        layer_numbers_phrase = " ".join(map(str, [*hooks_by_hidden_state_index(hooks)][:-1]))
         backend_flag = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
         return [
             f"python -m speculators.train --data-path {shlex.quote(folder)} {backend_flag}"
@@ -341,8 +352,8 @@ def quantize_tokens(hidden_states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class SpecForgeFormat(DraftFormat):
     """The files from which the library SpecForge trains EAGLE-3 draft models offline.
 
-    Each sample has a file. Its tensor `aux_hidden_state` contains the concatenated residual streams
-    of three layers, (1, tokens, 3 * width). `hidden_state` contains the output of the final norm,
+    Each sample has a file. Its tensor `aux_hidden_state` contains the concatenated outputs of three
+    layers, (1, tokens, 3 * width). `hidden_state` contains the output of the final norm,
     (1, tokens, width).
     """
 
@@ -359,16 +370,16 @@ class SpecForgeFormat(DraftFormat):
             chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
-            InputError: If the chosen hooks are not the output of the final norm and the residual
-                streams after three different layers, which an EAGLE-3 draft model needs. The
-                embedding does not count as a layer.
+            InputError: If the chosen hooks are not the output of the final norm and the outputs of
+                three different layers, which an EAGLE-3 draft model needs. The embedding does not
+                count as a layer.
         """
         exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
-        hook_name_by_residual_stream_number = residual_stream_hooks_by_number(exported_hook_names)
+        hook_name_by_hidden_state_index = hooks_by_hidden_state_index(exported_hook_names)
         if (
             FINAL_NORM_HOOK not in exported_hook_names
-            or len(hook_name_by_residual_stream_number) != EAGLE3_LAYERS
-            or 0 in hook_name_by_residual_stream_number
+            or len(hook_name_by_hidden_state_index) != EAGLE3_LAYERS
+            or 0 in hook_name_by_hidden_state_index
         ):
             raise InputError(
                 f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "
@@ -393,7 +404,7 @@ class SpecForgeFormat(DraftFormat):
         """
         import torch
 
-        hook_name_by_residual_stream_number = residual_stream_hooks_by_number(hooks)
+        layer_hook_names = hooks_by_hidden_state_index(hooks).values()
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
@@ -401,21 +412,19 @@ class SpecForgeFormat(DraftFormat):
             stop_index_in_subfolder = first_index_in_subfolder + SAMPLES_PER_FOLDER
             subfolder = folder / f"rows_{first_index_in_subfolder}-{stop_index_in_subfolder}"
             subfolder.mkdir(exist_ok=True)
-            residual_streams = [
-                values_by_hook[hook_name]
-                for hook_name in hook_name_by_residual_stream_number.values()
-            ]
-            concatenated_streams = np.concatenate(residual_streams, axis=1)
-            tensors_of_file = {
+            concatenated_layer_outputs = np.concatenate(
+                [values_by_hook[hook_name] for hook_name in layer_hook_names], axis=1
+            )
+            tensor_by_name = {
                 "input_ids": as_tensor(token_ids),
                 LOSS_MASK: as_tensor(loss_mask),
                 "hidden_state": as_tensor(values_by_hook[FINAL_NORM_HOOK])[None],
-                "aux_hidden_state": as_tensor(concatenated_streams)[None],
+                "aux_hidden_state": as_tensor(concatenated_layer_outputs)[None],
             }
             # The file is not written by torch, which raises RuntimeError instead of OSError on a
             # full disk.
             file_buffer = io.BytesIO()
-            torch.save(tensors_of_file, file_buffer)
+            torch.save(tensor_by_name, file_buffer)
             (subfolder / f"data_{sample_index}.ckpt").write_bytes(file_buffer.getbuffer())
             written_token_count += len(token_ids)
         return Exported(written_token_count, _empty_samples_phrase(dataset))
@@ -430,9 +439,9 @@ class SpecForgeFormat(DraftFormat):
             dataset: The run.
             hooks: The names of the exported hooks.
         """
-        config_json = specforge_config(folder, dataset, hooks)
+        config_text = specforge_config(folder, dataset, hooks)
         return [
-            f"echo {shlex.quote(config_json)} > specforge.json",
+            f"echo {shlex.quote(config_text)} > specforge.json",
             "specforge train --config specforge.json",
         ]
 
@@ -442,7 +451,7 @@ def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[st
 
     `max_length` is set because SpecForge cuts samples to 2,048 tokens by default.
     `aux_hidden_state_layer_ids` contains SpecForge's numbers of the exported layers. The trained
-    draft model will read the residual streams of these layers.
+    draft model will read the outputs of these layers.
 
     Args:
         folder: The folder of the export.
@@ -453,7 +462,9 @@ def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[st
         The configuration as a JSON text.
     """
     sample_lengths = dataset.samples["tokens"].to_pylist()
-    layer_numbers = [stream_number - 1 for stream_number in residual_stream_hooks_by_number(hooks)]
+    layer_numbers = [
+        hidden_state_index - 1 for hidden_state_index in hooks_by_hidden_state_index(hooks)
+    ]
     specforge_settings = {
         "model": {
             "target_model_path": dataset.tokenizer_path,

@@ -43,8 +43,8 @@ from activation_extraction.inspect.compare_states import (
 )
 from activation_extraction.inspect.draft_files import (
     FINAL_NORM_HOOK,
+    hooks_by_hidden_state_index,
     last_residual_stream_hook,
-    residual_stream_hooks_by_number,
 )
 from activation_extraction.inspect.hidden_states import StatesFolder, StoredRow
 from activation_extraction.store.chosen_samples import StatesRecomputer
@@ -54,7 +54,7 @@ from activation_extraction.store.chosen_samples import StatesRecomputer
 LoadStates = Callable[[Sequence[np.ndarray], int], StatesRecomputer]
 # How well the states in one layer of a file match computed states. A mapping:
 # (name of a hook, token offset) -> match with the computed states at this hook and offset (see
-# `HookMatch.token_offset`).
+# `HookMatch.token_offset_from_state`).
 MatchByHookAndOffset = Mapping[tuple[str, int], HookMatch]
 
 
@@ -115,16 +115,16 @@ class RowCheck:
         """
         if len(self.row.states_of_layers[layer]) != len(self.row.token_ids):
             return False
-        token_offset = 0
-        expected_match = self.matches_of_layers[layer][hook, token_offset]
+        token_offset_from_state = 0
+        expected_match = self.matches_of_layers[layer][hook, token_offset_from_state]
         nearest_error = min(
-            hook_match.row_error
+            hook_match.rms_token_error
             for hook_match in self.matches_of_layers[layer].values()
-            if hook_match.token_offset == token_offset
+            if hook_match.token_offset_from_state == token_offset_from_state
         )
         return (
             expected_match.within(self.limits)
-            and expected_match.row_error <= MIN_ERROR_RATIO * nearest_error
+            and expected_match.rms_token_error <= MIN_ERROR_RATIO * nearest_error
         )
 
 
@@ -365,12 +365,12 @@ def _canonical(hook: str) -> str:
     Raises:
         InputError: If the hook is neither a residual stream nor the output of the final norm.
     """
-    stream_number = next(iter(residual_stream_hooks_by_number([hook])), None)
-    if stream_number is not None:
+    hidden_state_index = next(iter(hooks_by_hidden_state_index([hook])), None)
+    if hidden_state_index is not None:
         return (
             "blocks.0.hook_resid_pre"
-            if stream_number == 0
-            else f"blocks.{stream_number - 1}.hook_resid_post"
+            if hidden_state_index == 0
+            else f"blocks.{hidden_state_index - 1}.hook_resid_post"
         )
     if hook != FINAL_NORM_HOOK:
         raise InputError(
@@ -431,7 +431,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     if not matches_of_correct_files:
         return f"{layer_phrase}: {hook.name}, {correct_rows_phrase}"
     largest_error_phrase = _percent(
-        max(hook_match.row_error for hook_match in matches_of_correct_files)
+        max(hook_match.rms_token_error for hook_match in matches_of_correct_files)
     )
     at_most_words = "" if largest_error_phrase.startswith("below") else "at most "
     num_tokens_with_other_experts = sum(
@@ -477,7 +477,7 @@ def _order_key(hook: str) -> float:
     Args:
         hook: Name of the hook, which is a residual stream or the output of the final norm.
     """
-    return next(iter(residual_stream_hooks_by_number([hook])), float("inf"))
+    return next(iter(hooks_by_hidden_state_index([hook])), float("inf"))
 
 
 def _wrong_ids(
@@ -671,14 +671,14 @@ def _describe_by_same_sample(
         counts_phrase = (
             f"{counted(len(stored_states), 'state')} for {counted(token_count, 'token')}"
         )
-        if best_match.token_offset not in (0, token_count - len(stored_states)):
+        if best_match.token_offset_from_state not in (0, token_count - len(stored_states)):
             return None
-        end_of_sample_phrase = "first" if best_match.token_offset == 0 else "last"
+        end_of_sample_phrase = "first" if best_match.token_offset_from_state == 0 else "last"
         other_hook_phrase = _other_hook(best_match.hook_name, hook, model)
         compared_states_phrase = f"those of the {end_of_sample_phrase} {len(stored_states)}"
         return f"{counts_phrase}: {compared_states_phrase}{other_hook_phrase}"
-    if best_match.token_offset:
-        direction_phrase = "next" if best_match.token_offset > 0 else "previous"
+    if best_match.token_offset_from_state:
+        direction_phrase = "next" if best_match.token_offset_from_state > 0 else "previous"
         other_hook_phrase = _other_hook(best_match.hook_name, hook, model)
         return (
             f"each token with the state of the {direction_phrase} token{other_hook_phrase} "
@@ -796,8 +796,8 @@ def _describe_parts(
         alignments,
         key=lambda alignment: (
             alignment.hook_name != hook.name,
-            abs(alignment.row_number - check.row_number),
-            alignment.token_offset != 0,
+            abs(alignment.computed_row_number - check.row_number),
+            alignment.token_offset_from_state != 0,
         ),
     )
     problem_phrases = []
@@ -812,13 +812,15 @@ def _describe_parts(
     errors_phrase = (
         f"{_error(best_match)}, a token up to {_percent(best_match.largest_token_error)}"
     )
-    if (best_match.hook_name, best_match.token_offset) == (hook.name, 0) and any(
-        (alignment.hook_name, alignment.row_number, alignment.token_offset)
+    if (best_match.hook_name, best_match.token_offset_from_state) == (hook.name, 0) and any(
+        (alignment.hook_name, alignment.computed_row_number, alignment.token_offset_from_state)
         == (hook.name, check.row_number, 0)
         and alignment.matching_state_mask.all()
         for alignment in alignments
     ):
-        limit_phrase = f"at most {_percent(check.limits.row_error)} is explained by rounding"
+        limit_phrase = (
+            f"at most {_percent(check.limits.max_rms_token_error)} is explained by rounding"
+        )
         problem_phrases.append(
             f"the right hook and tokens, but other values ({errors_phrase}; {limit_phrase})"
         )
@@ -831,15 +833,15 @@ def _describe_parts(
         nearest_hook_phrase = (
             f"{best_match.hook_name}{_relation(best_match.hook_name, hook, model)}"
         )
-        if best_match.token_offset:
+        if best_match.token_offset_from_state:
             nearest_hook_phrase += (
-                f" of the {'next' if best_match.token_offset > 0 else 'previous'} token"
+                f" of the {'next' if best_match.token_offset_from_state > 0 else 'previous'} token"
             )
         rounding_hint = ""
         bfloat16_limits = Limits.of(check.row.dtype, "bfloat16", model.has_experts)
         if (
             best_match.hook_name == hook.name
-            and not best_match.token_offset
+            and not best_match.token_offset_from_state
             and best_match.within(bfloat16_limits)
         ):
             rounding_hint = "; rounding to bfloat16 may explain it: verify with --dtype bfloat16"
@@ -849,7 +851,7 @@ def _describe_parts(
     elif unexplained_state_mask.any():
         experts_phrase = (
             ", perhaps because of other experts"
-            if check.limits.max_fraction_with_other_experts
+            if check.limits.max_token_fraction_with_other_experts
             else ""
         )
         problem_phrases.append(
@@ -867,22 +869,22 @@ def _part_phrase(
         alignment: The stored states, and the sample, hook and tokens whose computed states they
             match.
         row_number: Number of the row in whose file the stored states were found. They may belong to
-            the sample of another row, which `alignment.row_number` tells.
+            the sample of another row, which `alignment.computed_row_number` tells.
         hook: Hook at which the stored states should have been computed.
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
     """
     other_hook_phrase = _other_hook(alignment.hook_name, hook, model)
     do_all_states_match = bool(alignment.matching_state_mask.all())
-    is_same_row = alignment.row_number == row_number
-    if is_same_row and not alignment.token_offset and not other_hook_phrase:
+    is_same_row = alignment.computed_row_number == row_number
+    if is_same_row and not alignment.token_offset_from_state and not other_hook_phrase:
         return f"the right states in {_tokens_phrase(alignment.matching_state_mask)}"
     matching_state_indices = np.flatnonzero(alignment.matching_state_mask)
     first_token_index, last_token_index = (
-        matching_state_indices[[0, -1]] + alignment.token_offset
+        matching_state_indices[[0, -1]] + alignment.token_offset_from_state
     ).tolist()
-    row_phrase = "" if is_same_row else f" of row {alignment.row_number}"
-    if do_all_states_match and not is_same_row and not alignment.token_offset:
+    row_phrase = "" if is_same_row else f" of row {alignment.computed_row_number}"
+    if do_all_states_match and not is_same_row and not alignment.token_offset_from_state:
         return f"the states{row_phrase}{other_hook_phrase}"
     tokens_phrase = (
         f"token {first_token_index}"
@@ -916,7 +918,7 @@ def _tokens_phrase(token_mask: np.ndarray) -> str:
 
 
 def _error(match: HookMatch) -> str:
-    return f"error {_percent(match.row_error)}"
+    return f"error {_percent(match.rms_token_error)}"
 
 
 def _percent(error: float) -> str:
