@@ -7,8 +7,10 @@ read.
 """
 
 if __name__ == "__main__":
-    # The flags are parsed before the imports below, which take seconds. `script` imports this file
-    # again, as a module, unless the flags only ask for the help or look at a stored run.
+    # `script` parses the flags before the imports below, which take seconds. For a command that
+    # needs them, it imports this file again as a module, which runs these imports, and calls
+    # `carry_out`. --help and commands that only look at a stored run do not need them. At the end,
+    # `script` ends the process.
     from activation_extraction.__main__ import script
 
     script()
@@ -25,7 +27,7 @@ set_library_defaults()
 import jax
 import numpy as np
 
-from activation_extraction.cli.config import task_without_machine
+from activation_extraction.cli.config import variable_name_of_task_without_machine
 from activation_extraction.cli.console import Clock, Progress, stop_on_signals
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import RunError, reworded
@@ -112,11 +114,11 @@ def extract(config: Config) -> int:
     host_options = config.host_options
     if host_options.total_machines > 1:
         log.info("machine %d of %d", host_options.machine_id, host_options.total_machines)
-    elif task_variable_name := task_without_machine(config):
+    elif environment_variable_name := variable_name_of_task_without_machine(config):
         log.warning(
             "%s is set, but this is machine 0 of 1, as every other task of the array would be; set "
             "MACHINE_ID and TOTAL_MACHINES in each task to share the data",
-            task_variable_name,
+            environment_variable_name,
         )
     host = join_hosts(config)
     watchdog = Watchdog(host_options.stall_timeout)
@@ -187,7 +189,7 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
         try:
             with device_errors(), run.watchdog:
                 progress = make_progress(run)
-                lockstep_batches = take_steps(run, compiled_step, progress, clock, get_stop_signal)
+                lockstep_of_hosts = take_steps(run, compiled_step, progress, clock, get_stop_signal)
         except KeyboardInterrupt:
             # The user has pressed Ctrl-C after an earlier signal had asked the run to stop. `close`
             # releases the folder without waiting for uploads.
@@ -200,8 +202,8 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
                 num_waiting_bytes / 1e9,
             )
         with device_errors():
-            finish(run, clock, lockstep_batches.reaches_end_of_data, lockstep_batches.failure)
-        return lockstep_batches.reaches_end_of_data, get_stop_signal()
+            finish(run, clock, lockstep_of_hosts.reaches_end_of_data, lockstep_of_hosts.failure)
+        return lockstep_of_hosts.reaches_end_of_data, get_stop_signal()
 
 
 def start_together(run: Run) -> tuple[StepFunction, Run]:
@@ -255,15 +257,18 @@ def open_output(run: Run) -> Run:
         InputError: If the folder now contains a run that this run cannot continue.
         RunError: If another process is writing to the folder, or if the folder is not writable.
     """
-    prepared_plan = run.storage.plan
+    storage_plan_before_opening = run.storage.plan
     if run.config.storage_options.overwrite:
         run.folders.remove_totals()
     run.storage.open()
-    current_plan = run.storage.plan
-    current_commits_and_sample_limit = (current_plan.commits, current_plan.num_samples_to_read)
+    storage_plan_after_opening = run.storage.plan
+    current_commits_and_sample_limit = (
+        storage_plan_after_opening.commits,
+        storage_plan_after_opening.num_samples_to_read,
+    )
     if current_commits_and_sample_limit == (
-        prepared_plan.commits,
-        prepared_plan.num_samples_to_read,
+        storage_plan_before_opening.commits,
+        storage_plan_before_opening.num_samples_to_read,
     ):
         return run
     log.info(
@@ -298,7 +303,7 @@ def take_steps(
         `failure` tell how the loop has ended.
     """
     batches_until_stop = run.batches.until(get_stop_signal)
-    lockstep_batches = Lockstep(
+    lockstep_of_hosts = Lockstep(
         batches_until_stop, get_stop_signal, partial(any_host, run.host), clock
     )
 
@@ -316,12 +321,12 @@ def take_steps(
                 (see `Lockstep`).
         """
         with clock.measure("compute"):
-            return batch, *step(batch, lockstep_batches.votes)
+            return batch, *step(batch, lockstep_of_hosts.votes)
 
     can_store_batches = True
     try:
-        for batch, activations, continuation_vote_sums in one_step_behind(
-            map(start, lockstep_batches)
+        for batch, activations, vote_sums_over_hosts in one_step_behind(
+            map(start, lockstep_of_hosts)
         ):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
@@ -342,17 +347,17 @@ def take_steps(
                 except Exception as error:
                     # The error is raised once all hosts have stopped. Until then, no later batch is
                     # stored, because the batch that failed is missing.
-                    lockstep_batches.fail(error)
+                    lockstep_of_hosts.fail(error)
                     can_store_batches = False
             run.watchdog.reset()
-            lockstep_batches.learn(np.asarray(continuation_vote_sums))
+            lockstep_of_hosts.learn(np.asarray(vote_sums_over_hosts))
     finally:
         try:
             progress.close()
         except Exception as error:
             # Writing the last metrics failed. `Lockstep` tells all hosts about this failure.
-            lockstep_batches.fail(error)
-    return lockstep_batches
+            lockstep_of_hosts.fail(error)
+    return lockstep_of_hosts
 
 
 def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
@@ -416,18 +421,18 @@ def show_hooks(config: Config) -> int:
     request_to_list_hooks = step_request(config)
     _, activation_dtype = choose_dtypes(request_to_list_hooks, jax.default_backend())
     _, encoders = choose_hooks(request_to_list_hooks, model_config)
-    hooks_of_model = hook_table(model_config, config.hook_options.top_logits)
+    hook_table_of_model = hook_table(model_config, config.hook_options.top_logits)
     special_tokens = known_special_tokens(config)
     if (
         tensor_names_of_local_checkpoint is not None
         and HEAD not in tensor_names_of_local_checkpoint
         and not model_config.tie_word_embeddings
     ):
-        hooks_of_model = hooks_of_model.without_predictions()
+        hook_table_of_model = hook_table_of_model.without_predictions()
     position_rule, row_length = config.text_options.positions, config.text_options.max_seq_length
     say(
         *list_hooks(
-            hooks_of_model, model_config, activation_dtype, position_rule, row_length, encoders
+            hook_table_of_model, model_config, activation_dtype, position_rule, row_length, encoders
         )
     )
     if special_tokens:

@@ -210,9 +210,9 @@ class SelfAttention(nn.Module):
         attend_fully = partial(self.layout.attend, attention)
         if has_window is None:
             return attend_fully(*inputs)
-        attend_to_window = partial(attention, window=self.config.sliding_window)
-        attend_in_window = partial(self.layout.attend, attend_to_window)
-        return jax.lax.cond(has_window, attend_in_window, attend_fully, *inputs)
+        windowed_attention = partial(attention, window=self.config.sliding_window)
+        attend_to_window = partial(self.layout.attend, windowed_attention)
+        return jax.lax.cond(has_window, attend_to_window, attend_fully, *inputs)
 
 
 class MLP(nn.Module):
@@ -326,8 +326,9 @@ class SparseMLP(nn.Module):
         if experts_config.shared_width:
             shared_expert_output, intermediates["shared"] = self.shared_expert(x)
             # The shared expert is computed while tokens are sent to the experts of other devices.
-            # The routing weights are sent after the tokens. The barrier delays the routing weights
-            # until the shared expert is computed.
+            # The experts need the routing weights, which the barrier passes on only after the
+            # shared expert is computed. Sending the tokens does not wait for the barrier. Without
+            # it, the compiler could compute the shared expert after the tokens have been sent.
             shared_expert_output, routing_weights = lax.optimization_barrier(
                 (shared_expert_output, routing_weights)
             )
@@ -484,7 +485,7 @@ class Qwen2(nn.Module):
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
-def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable:
+def weight_table(model: nn.Module, checkpoint_tensor_names: Collection[str] = ()) -> WeightTable:
     """Returns the shape, logical axes and checkpoint tensors of each parameter of a model.
 
     This function allocates no parameters. In a pipeline, layers of zeros may fill the last stages.
@@ -493,29 +494,32 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
 
     Args:
         model: A `Qwen2` or a `HookedModel`.
-        tensors: The names of the tensors in the checkpoint. They tell whether experts and the
-            projections of a delta net are fused. Empty if there is no checkpoint.
+        checkpoint_tensor_names: The names of the tensors in the checkpoint. They tell whether a
+            tensor contains all experts of a layer or a single expert, and which projections of a
+            delta net share a tensor. Empty if there is no checkpoint.
 
     Returns:
         A dict: path of a parameter -> its shape, logical axes and checkpoint tensors.
     """
-    has_fused_experts = any(tensor_name.endswith("experts.gate_up_proj") for tensor_name in tensors)
-    tensor_and_slice_by_parameter = _tensors_by_parameter(
+    has_fused_experts = any(
+        tensor_name.endswith("experts.gate_up_proj") for tensor_name in checkpoint_tensor_names
+    )
+    tensor_name_and_slice_by_parameter_name = _tensors_by_parameter(
         model.config, has_fused_experts
-    ) | _interleaved_tensors(model.config.delta, tensors)
+    ) | _interleaved_tensors(model.config.delta, checkpoint_tensor_names)
     # The shapes of parameters do not depend on kernels or on the mesh. The default kernels run on
     # this machine, even if the kernels of `model` only run on another platform.
     local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     parameter_box_by_path = declared(local_model)
     return {
         parameter_path: _weight_spec(
-            parameter_path, parameter_box, model, tensor_and_slice_by_parameter
+            parameter_path, parameter_box, model, tensor_name_and_slice_by_parameter_name
         )
         for parameter_path, parameter_box in parameter_box_by_path.items()
     }
 
 
-def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
+def tensor_names(config: ModelConfig, checkpoint_tensor_names: Collection[str]) -> set[str]:
     """Returns the names that the language model's tensors may have in a checkpoint.
 
     A caller can find out with these names whether a checkpoint contains unknown tensors. The names
@@ -525,17 +529,23 @@ def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
 
     Args:
         config: The configuration of the model.
-        tensors: The names of the tensors in the checkpoint; empty if there is no checkpoint.
+        checkpoint_tensor_names: The names of the tensors in the checkpoint. They tell whether a
+            tensor contains all experts of a layer or a single expert, and which projections of a
+            delta net share a tensor. The result contains the names for this checkpoint and the
+            names for a model without a checkpoint.
     """
     possible_tensor_names = {HEAD}
-    for checkpoint_tensor_names in ((), tensors):
-        for weight_spec in weight_table(Qwen2(config), checkpoint_tensor_names).values():
+    for assumed_tensor_names in ((), checkpoint_tensor_names):
+        for weight_spec in weight_table(Qwen2(config), assumed_tensor_names).values():
             possible_tensor_names.update(weight_spec.hf_names)
     return possible_tensor_names
 
 
 def _weight_spec(
-    path: ParamPath, box: Any, model: nn.Module, tensor_of_parameter: Mapping[str, Any]
+    path: ParamPath,
+    box: Any,
+    model: nn.Module,
+    tensor_name_and_slice_by_parameter_name: Mapping[str, Any],
 ) -> WeightSpec:
     """Returns the shape, logical axes and checkpoint tensors of one parameter.
 
@@ -543,10 +553,12 @@ def _weight_spec(
         path: The path of the parameter.
         box: Flax's box with the logical axes (`names`) and the shape of the parameter (`value`).
         model: The model, a `Qwen2` or a `HookedModel`.
-        tensor_of_parameter: Name of a parameter in its layer -> (name of its tensor in the layer,
-            the slice of the tensor that belongs to the parameter), from `_tensors_by_parameter` and
-            `_interleaved_tensors`. The slice is None for a whole tensor. A parameter that is not a
-            key has the same name as its tensor.
+        tensor_name_and_slice_by_parameter_name: Name of a parameter in its layer -> (name of its
+            tensor in the layer, the slice of the tensor that belongs to the parameter), from
+            `_tensors_by_parameter` and `_interleaved_tensors`. The slice is None for a whole
+            tensor. If each expert has a tensor of its own, "{}" in the name of the tensor stands
+            for the number of the expert. A parameter that is not a key has the same name as its
+            tensor.
     """
     config = model.config
     parameter_shape = box.value.shape
@@ -560,18 +572,23 @@ def _weight_spec(
     layer_numbers = list(range(model.num_layers))
     if has_several_layer_types:
         # If the model has several types of layers, `path[1]` is the type of the parameter's layers.
-        layer_numbers = [layer for layer in layer_numbers if config.layer_types[layer] == path[1]]
-    parameter_name = ".".join(path[2:] if has_several_layer_types else path[1:])
-    tensor_name, tensor_slice = tensor_of_parameter.get(parameter_name, (parameter_name, None))
-    names_in_checkpoint = [f"model.layers.{layer}.{tensor_name}" for layer in layer_numbers]
-    has_tensor_per_expert = "{}" in tensor_name
-    if has_tensor_per_expert:
-        expert_numbers = range(config.experts.count)
-        names_in_checkpoint = [
-            name_in_checkpoint.format(expert_number)
-            for name_in_checkpoint in names_in_checkpoint
-            for expert_number in expert_numbers
+        layer_numbers = [
+            layer_number
+            for layer_number in layer_numbers
+            if config.layer_types[layer_number] == path[1]
         ]
+    parameter_name = ".".join(path[2:] if has_several_layer_types else path[1:])
+    tensor_name_template, tensor_slice = tensor_name_and_slice_by_parameter_name.get(
+        parameter_name, (parameter_name, None)
+    )
+    has_tensor_per_expert = "{}" in tensor_name_template
+    # A template without "{}" gives the same name for any number, so one number is enough.
+    expert_numbers = range(config.experts.count if has_tensor_per_expert else 1)
+    names_in_checkpoint = [
+        f"model.layers.{layer_number}.{tensor_name_template.format(expert_number)}"
+        for layer_number in layer_numbers
+        for expert_number in expert_numbers
+    ]
     return WeightSpec(
         parameter_shape,
         logical_axes,
@@ -602,66 +619,74 @@ def _tensors_by_parameter(
         the tensor that becomes the parameter). The slice is None for a whole tensor. If each expert
         has tensors of its own, "{}" in the name of the tensor stands for the number of the expert.
     """
-    tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice | None]] = {}
+    tensor_name_and_slice_by_parameter_name: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
-        num_key_rows_in_weight = config.delta.key_heads * config.delta.key_size
-        num_value_rows_in_weight = config.sizes["O"]
+        num_rows_of_key_projection = config.delta.key_heads * config.delta.key_size
+        num_rows_of_value_projection = config.sizes["O"]
         for projection_letter, first_row_index_in_tensor in (
             ("q", 0),
-            ("k", num_key_rows_in_weight),
-            ("v", 2 * num_key_rows_in_weight),
+            ("k", num_rows_of_key_projection),
+            ("v", 2 * num_rows_of_key_projection),
         ):
             tensor_slice = TensorSlice(
-                0, first_row_index_in_tensor, 2 * num_key_rows_in_weight + num_value_rows_in_weight
+                0,
+                first_row_index_in_tensor,
+                2 * num_rows_of_key_projection + num_rows_of_value_projection,
             )
-            for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-                full_parameter_name = f"linear_attn.{parameter_name}_{projection_letter}.weight"
-                tensor_and_slice_by_parameter[full_parameter_name] = (
-                    f"linear_attn.{tensor_name}.weight",
+            for module_name_prefix, module_name_in_checkpoint in (
+                ("in_proj", "in_proj_qkv"),
+                ("conv1d", "conv1d"),
+            ):
+                parameter_name = f"linear_attn.{module_name_prefix}_{projection_letter}.weight"
+                tensor_name_and_slice_by_parameter_name[parameter_name] = (
+                    f"linear_attn.{module_name_in_checkpoint}.weight",
                     tensor_slice,
                 )
     if config.experts is not None:
         expert_width = config.experts.width
-        for projection_name, fused_tensor_and_slice in (
-            ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * expert_width))),
-            (
-                "up_proj",
-                ("mlp.experts.gate_up_proj", TensorSlice(1, expert_width, 2 * expert_width)),
-            ),
-            ("down_proj", ("mlp.experts.down_proj", None)),
+        gate_slice = TensorSlice(1, 0, 2 * expert_width)
+        up_slice = TensorSlice(1, expert_width, 2 * expert_width)
+        for projection_name, name_of_fused_tensor, slice_of_fused_tensor in (
+            ("gate_proj", "mlp.experts.gate_up_proj", gate_slice),
+            ("up_proj", "mlp.experts.gate_up_proj", up_slice),
+            ("down_proj", "mlp.experts.down_proj", None),
         ):
-            unfused_tensor_pattern_and_slice = f"mlp.experts.{{}}.{projection_name}.weight", None
-            tensor_and_slice_by_parameter[f"mlp.experts.{projection_name}.weight"] = (
-                fused_tensor_and_slice if has_fused_experts else unfused_tensor_pattern_and_slice
+            tensor_name_and_slice_by_parameter_name[f"mlp.experts.{projection_name}.weight"] = (
+                (name_of_fused_tensor, slice_of_fused_tensor)
+                if has_fused_experts
+                else (f"mlp.experts.{{}}.{projection_name}.weight", None)
             )
-    return tensor_and_slice_by_parameter
+    return tensor_name_and_slice_by_parameter_name
 
 
 def _interleaved_tensors(
-    delta: DeltaNet | None, tensors: Collection[str]
+    delta: DeltaNet | None, checkpoint_tensor_names: Collection[str]
 ) -> dict[str, tuple[str, TensorSlice]]:
     """Returns the tensors of a delta net's projections that are stored key head by key head.
 
-    Such a tensor has all rows of the first key head, then all rows of the next key head. In
-    `in_proj_qkvz`, the rows of a key head project to its query, its key, and the values and gates
-    of its value heads. In `in_proj_ba`, they project to the inputs of the rates and of the log
-    decays of its value heads.
+    Such a tensor contains all rows of the first key head, then all rows of the next key head, and
+    so on. In the tensor `in_proj_qkvz`, the rows of a key head project to its query, its key, and
+    the values and gates of its value heads. In the tensor `in_proj_ba`, they project to the inputs
+    of the rates and of the log decays of its value heads.
 
     Args:
         delta: The sizes of the delta net; None if the model has none.
-        tensors: The names of the tensors in the checkpoint. Empty if there is no checkpoint.
+        checkpoint_tensor_names: The names of the tensors in the checkpoint. Empty if there is no
+            checkpoint; the function then assumes that it would contain both tensors.
 
     Returns:
-        A dict: name of the parameter in its layer -> (name of the tensor in the layer, the slice of
-        each key head's rows in this tensor).
+        A dict: name of the parameter in its layer -> (name of the tensor in the layer, the slice
+        that the parameter takes from each key head's rows of the tensor). The dict contains only
+        the parameters of tensors that are in the checkpoint. It is empty if the model has no delta
+        net, or if the configuration does not mark the projections as interleaved.
     """
-    tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice]] = {}
+    tensor_name_and_slice_by_parameter_name: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:
-        return tensor_and_slice_by_parameter
+        return tensor_name_and_slice_by_parameter_name
     value_heads_per_key = delta.values_per_key
     num_key_weight_rows_per_key_head = delta.key_size
     num_value_weight_rows_per_key_head = value_heads_per_key * delta.value_size
-    for tensor_name, row_count_by_projection_letter in (
+    for module_name_in_checkpoint, row_count_by_projection_letter in (
         (
             "in_proj_qkvz",
             {
@@ -673,22 +698,25 @@ def _interleaved_tensors(
         ),
         ("in_proj_ba", {"b": value_heads_per_key, "a": value_heads_per_key}),
     ):
-        full_tensor_name = f"linear_attn.{tensor_name}.weight"
+        tensor_name_in_layer = f"linear_attn.{module_name_in_checkpoint}.weight"
         rows_per_key_head = sum(row_count_by_projection_letter.values())
         first_row_index_of_projection = 0
         # A quantised version of a model with interleaved projections may contain other tensors, as
         # the checkpoints of Qwen3.5 do: in_proj_qkv and in_proj_z, or in_proj_b and in_proj_a. In
         # this case, the parameters are read from these tensors (see `_tensors_by_parameter`).
-        if not tensors or any(
-            stored_tensor_name.endswith(full_tensor_name) for stored_tensor_name in tensors
+        if not checkpoint_tensor_names or any(
+            checkpoint_tensor_name.endswith(tensor_name_in_layer)
+            for checkpoint_tensor_name in checkpoint_tensor_names
         ):
             for projection_letter, row_count in row_count_by_projection_letter.items():
                 tensor_slice = TensorSlice(
                     0, first_row_index_of_projection, rows_per_key_head, is_per_head=True
                 )
-                tensor_and_slice_by_parameter[f"linear_attn.in_proj_{projection_letter}.weight"] = (
-                    full_tensor_name,
+                tensor_name_and_slice_by_parameter_name[
+                    f"linear_attn.in_proj_{projection_letter}.weight"
+                ] = (
+                    tensor_name_in_layer,
                     tensor_slice,
                 )
                 first_row_index_of_projection += row_count
-    return tensor_and_slice_by_parameter
+    return tensor_name_and_slice_by_parameter_name

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from activation_extraction.common.encodings import FLOAT8
-from activation_extraction.model.capture import Buffers, Capture, Plan
+from activation_extraction.model.capture import BufferByVectorType, Capture, CapturePlan
 from activation_extraction.model.decoder import StackedLayers, stage_length
 from activation_extraction.model.hooks import PREDICTED, Hook, HookKind, VectorType
 from activation_extraction.model.kernels import Kernels
@@ -60,8 +60,8 @@ class HookedModel(nn.Module):
     def captured_dtype(self) -> Any:
         """The dtype of the activations that a call of this model returns.
 
-        If activations are stored as float8, it is the dtype of the weights, because the store
-        encodes activations later.
+        It is the dtype in which activations are stored. If they are stored as float8, it is the
+        dtype of the weights instead, because the store encodes activations as float8 later.
         """
         return self.dtype if self.activation_dtype == FLOAT8 else self.activation_dtype
 
@@ -103,8 +103,8 @@ class HookedModel(nn.Module):
         """
         total_flops = 0.0
         for layer in range(self.num_layers):
-            num_weights_per_token = _weights_per_token(self.config, layer)
-            total_flops += self.config.flops_of(layer, num_weights_per_token, lengths)
+            num_weight_values_per_token = _num_weight_values_per_token(self.config, layer)
+            total_flops += self.config.flops_of(layer, num_weight_values_per_token, lengths)
         if self.predicts:
             total_flops += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
         return total_flops
@@ -177,24 +177,34 @@ class HookedModel(nn.Module):
             Vector type (the width and the dtype of some hooks) -> the values at these hooks, (hooks
             of the type, B, T, width).
         """
-        layer_plan = capture.plan(range(self.num_layers))
-        plan_after_layers = capture.plan_end()
+        capture_plan = capture.plan(range(self.num_layers))
+        capture_plan_after_last_layer = capture.plan_end()
         x = self.embed_tokens(token_ids)
-        hook_buffers = capture.buffers([layer_plan, plan_after_layers], token_ids.shape)
+        buffer_by_vector_type = capture.buffers(
+            [capture_plan, capture_plan_after_last_layer], token_ids.shape
+        )
         cos_and_sin = rotary_table(positions, self.config)
         with jax.named_scope("layers"):
             stacked_layers = self.decoder.stacked(self.layers)
-            x, hook_buffers = self._loop(
-                capture, layer_plan, stacked_layers, x, hook_buffers, cos_and_sin, segment_ids
+            x, buffer_by_vector_type = self._loop(
+                capture,
+                capture_plan,
+                stacked_layers,
+                x,
+                buffer_by_vector_type,
+                cos_and_sin,
+                segment_ids,
             )
         if self.runs_to_the_end:
-            value_bits_of_kinds_after_last_layer = self._bits_after_last_layer(
+            bit_patterns_of_kinds_after_last_layer = self._bits_after_last_layer(
                 capture, x, token_ids, positions
             )
-            hook_buffers = capture.write(
-                hook_buffers, plan_after_layers, value_bits_of_kinds_after_last_layer
+            buffer_by_vector_type = capture.write(
+                buffer_by_vector_type,
+                capture_plan_after_last_layer,
+                bit_patterns_of_kinds_after_last_layer,
             )
-        return capture.values(hook_buffers)
+        return capture.values(buffer_by_vector_type)
 
     def _run_in_stages(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
@@ -231,15 +241,19 @@ class HookedModel(nn.Module):
         stacked_layers_of_stages = jax.tree.map(
             lambda x: x.reshape(stage_count, -1, *x.shape[1:]), stacked_layers
         )
-        ids_of_micro_batches, segments_of_micro_batches, positions_of_micro_batches = map(
+        token_ids_of_micro_batches, segment_ids_of_micro_batches, positions_of_micro_batches = map(
             split, (token_ids, segment_ids, positions)
         )
-        stages_plan = capture.plan_stages(stage_count, self.layers_per_stage)
+        capture_plan_of_all_stages = capture.plan_stages(stage_count, self.layers_per_stage)
         stage_numbers = jnp.arange(stage_count)
 
         def run_stage(
-            layers: StackedLayers, slots: Any, x: Array, buffers: Buffers, micro_batch_number: Array
-        ) -> tuple[Array, Buffers]:
+            layers: StackedLayers,
+            slots: Any,
+            x: Array,
+            buffer_by_vector_type: BufferByVectorType,
+            micro_batch_number: Array,
+        ) -> tuple[Array, BufferByVectorType]:
             """Runs one stage on one micro-batch.
 
             A stage also runs in the bubble: in ticks in which it has no micro-batch. In ticks
@@ -256,9 +270,9 @@ class HookedModel(nn.Module):
                     values are written.
                 x: The residual stream before the stage, (B, T, D), where B is the number of rows of
                     a micro-batch.
-                buffers: The values at the hooks of the stage, for all micro-batches: vector type
-                    (the width and the dtype of some hooks) -> the buffer of these hooks, (slots,
-                    micro-batches, B, T, width).
+                buffer_by_vector_type: The values at the hooks of the stage, for all micro-batches:
+                    vector type (the width and the dtype of some hooks) -> the buffer of these
+                    hooks, (slots, micro-batches, B, T, width).
                 micro_batch_number: The number of the micro-batch, from 0, () int32. In the bubble,
                     it is negative, or at least the number of micro-batches.
 
@@ -269,20 +283,22 @@ class HookedModel(nn.Module):
             """
             micro_batch_number = jnp.clip(micro_batch_number, 0, micro_batch_count - 1)
             cos_and_sin = rotary_table(positions_of_micro_batches[micro_batch_number], self.config)
-            micro_batch_segments = segments_of_micro_batches[micro_batch_number]
-            stage_plan = stages_plan.with_slots(slots)
+            micro_batch_segment_ids = segment_ids_of_micro_batches[micro_batch_number]
+            capture_plan_of_stage = capture_plan_of_all_stages.with_slots(slots)
             return self._loop(
                 capture,
-                stage_plan,
+                capture_plan_of_stage,
                 layers,
                 x,
-                buffers,
+                buffer_by_vector_type,
                 cos_and_sin,
-                micro_batch_segments,
+                micro_batch_segment_ids,
                 micro_batch_number,
             )
 
-        def tick(carry: tuple[Array, Buffers], tick_number: Array) -> tuple[Any, Array | None]:
+        def tick(
+            carry: tuple[Array, BufferByVectorType], tick_number: Array
+        ) -> tuple[Any, Array | None]:
             """Runs every stage once, and each stage on a different micro-batch.
 
             Args:
@@ -296,68 +312,76 @@ class HookedModel(nn.Module):
                     The residual stream after the last stage, as unsigned integers with the same
                     bits, (B, T, D); None if no hook comes after the last layer.
             """
-            x, hook_buffers = carry
-            entering_token_ids = ids_of_micro_batches[
+            x, buffer_by_vector_type = carry
+            entering_token_ids = token_ids_of_micro_batches[
                 jnp.minimum(tick_number, micro_batch_count - 1)
             ]
             x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_token_ids))
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
-            x, hook_buffers = run_stages(
+            x, buffer_by_vector_type = run_stages(
                 stacked_layers_of_stages,
-                stages_plan.slots_of_kinds,
+                capture_plan_of_all_stages.buffer_slots_of_kinds,
                 x,
-                hook_buffers,
+                buffer_by_vector_type,
                 tick_number - stage_numbers,
             )
-            return (x, hook_buffers), to_bits(x[-1]) if self.runs_to_the_end else None
+            return (x, buffer_by_vector_type), to_bits(x[-1]) if self.runs_to_the_end else None
 
         x = jnp.zeros(
-            (stage_count, *ids_of_micro_batches.shape[1:], self.config.hidden_size), self.dtype
+            (stage_count, *token_ids_of_micro_batches.shape[1:], self.config.hidden_size),
+            self.dtype,
         )
-        hook_buffers = capture.buffers([stages_plan], ids_of_micro_batches.shape, stage_count)
+        buffer_by_vector_type = capture.buffers(
+            [capture_plan_of_all_stages], token_ids_of_micro_batches.shape, stage_count
+        )
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
-            (_, hook_buffers), final_streams_of_ticks = lax.scan(
-                tick, (x, hook_buffers), tick_numbers
+            (_, buffer_by_vector_type), final_streams_of_ticks = lax.scan(
+                tick, (x, buffer_by_vector_type), tick_numbers
             )
-        value_bits_by_kind_after_layers: dict[HookKind, Array] = {}
+        bit_patterns_by_kind_after_last_layer: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
             assert final_streams_of_ticks is not None
             x = from_bits(final_streams_of_ticks[stage_count - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(row_count, row_length, -1), *STREAM)
-            value_bits_of_kinds_after_last_layer = self._bits_after_last_layer(
+            bit_patterns_of_kinds_after_last_layer = self._bits_after_last_layer(
                 capture, x, token_ids, positions
             )
-            value_bits_by_kind_after_layers = dict(
-                zip(capture.plan_end().kinds, value_bits_of_kinds_after_last_layer, strict=True)
+            bit_patterns_by_kind_after_last_layer = dict(
+                zip(capture.plan_end().kinds, bit_patterns_of_kinds_after_last_layer, strict=True)
             )
         return capture.values_of_stages(
-            hook_buffers, row_count, self.layers_per_stage, value_bits_by_kind_after_layers
+            buffer_by_vector_type,
+            row_count,
+            self.layers_per_stage,
+            bit_patterns_by_kind_after_last_layer,
         )
 
     def _loop(
         self,
         capture: Capture,
-        plan: Plan,
+        plan: CapturePlan,
         layers: StackedLayers,
         x: Array,
-        buffers: Buffers,
+        buffer_by_vector_type: BufferByVectorType,
         cos_and_sin: tuple[Array, Array],
         segment_ids: Array,
         micro_batch_number: Array | None = None,
-    ) -> tuple[Array, Buffers]:
+    ) -> tuple[Array, BufferByVectorType]:
         """Runs all layers or the layers of one stage, and writes the values at their hooks.
 
         Args:
             capture: The hooks, and the functions that collect their values in arrays.
-            plan: The kinds of hooks whose values these layers write, and the indices in `buffers`
-                of these values.
+            plan: The kinds of hooks whose values these layers write, and the slots to which each
+                layer writes them.
             layers: The layers with their parameters.
             x: The residual stream before the layers, (B, T, D).
-            buffers: Vector type -> the array to which the layers write the values at its hooks, as
-                unsigned integers with the same bits: (slots, B, T, width), or in a pipeline the
-                part of one stage, (slots, micro-batches, B, T, width).
+            buffer_by_vector_type: Vector type (the width and the dtype of some hooks) -> the array
+                to which the layers write the values at these hooks, as unsigned integers with the
+                same bits, (slots, B, T, width). Each of these hooks has a slot, an index of the
+                first axis. In a pipeline, the array contains the values of one stage, and its shape
+                is (slots, micro-batches, B, T, width).
             cos_and_sin: The cosines and the sines that rotate queries and keys, each (B, T, 1, H)
                 float32.
             segment_ids: The segment ids of the rows, (B, T) int32.
@@ -369,16 +393,23 @@ class HookedModel(nn.Module):
                 The buffers with the values of these layers.
         """
 
-        def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
-            x, hook_buffers = carry
-            x, value_bits_of_kinds = layer(x, cos_and_sin, segment_ids)
+        def run_layer(layer: Callable, carry: tuple[Array, BufferByVectorType], slots: Any) -> Any:
+            x, buffer_by_vector_type = carry
+            x, value_bit_patterns_of_kinds = layer(x, cos_and_sin, segment_ids)
             return x, capture.write(
-                hook_buffers, plan.with_slots(slots), value_bits_of_kinds, micro_batch_number
+                buffer_by_vector_type,
+                plan.with_slots(slots),
+                value_bit_patterns_of_kinds,
+                micro_batch_number,
             )
 
         values_to_bits = partial(capture.bits_of, plan.kinds)
         return self.decoder.scan(
-            layers, run_layer, (x, buffers), plan.slots_of_kinds, values_to_bits
+            layers,
+            run_layer,
+            (x, buffer_by_vector_type),
+            plan.buffer_slots_of_kinds,
+            values_to_bits,
         )
 
     def _bits_after_last_layer(
@@ -418,28 +449,29 @@ class HookedModel(nn.Module):
 
 
 @cache
-def _weights_per_token(config: ModelConfig, layer: int) -> int:
-    """Returns the number of weights in a layer's matrices that are multiplied with one token.
+def _num_weight_values_per_token(config: ModelConfig, layer: int) -> int:
+    """Returns the number of matrix elements of a layer that are multiplied with one token.
 
-    Only the experts that a token uses count.
+    In a layer with routed experts, only the experts that a token uses count.
 
     Args:
         config: The configuration of the model.
         layer: The number of the layer.
     """
     model_decoder = decoder(config, jnp.float32, Kernels(), Layout())
-    weight_count = 0
+    num_weight_values_per_token = 0
     for parameter_path, parameter_box in model_decoder.parameters(
         config.layer_types[layer]
     ).items():
         if parameter_path[-1] == "weight" and len(parameter_box.names) > 1:
-            parameter_weight_count = math.prod(parameter_box.value.shape)
+            num_values_of_parameter = math.prod(parameter_box.value.shape)
             if config.experts is not None and "experts" in parameter_path:
-                parameter_weight_count = (
-                    parameter_weight_count * config.experts.per_token // config.experts.count
+                num_weight_values_per_token += (
+                    num_values_of_parameter * config.experts.per_token // config.experts.count
                 )
-            weight_count += parameter_weight_count
-    return weight_count
+            else:
+                num_weight_values_per_token += num_values_of_parameter
+    return num_weight_values_per_token
 
 
 def create_model_with_hooks(

@@ -64,10 +64,13 @@ def main(argv: "Sequence[str] | None" = None) -> int:
 
 
 def _carry_out(config: "Config") -> int:
-    """Looks at a stored run, or calls extract_activations.py for everything that needs a model.
+    """Carries out the command that the flags request.
+
+    If the command inspects a stored run without reading files of the model, this function needs no
+    slow imports, such as JAX. For every other command, it calls extract_activations.py.
 
     Args:
-        config: The configuration.
+        config: The configuration, made from checked flags.
 
     Returns:
         The exit status.

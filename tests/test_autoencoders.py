@@ -161,13 +161,15 @@ def test_a_folder_has_a_file_for_each_layer(make, hook, tmp_path):
     """It may be in a bucket, too."""
     path, _ = make(tmp_path)
     other = read_autoencoder("blocks.2.hook_resid_post", path)
-    assert other.hook_name == "blocks.2.hook_resid_post" and str(other.files[0]) == path
+    assert other.hook_name == "blocks.2.hook_resid_post" and str(other.file_paths[0]) == path
     url = f"memory://{tmp_path.name}"
     fsspec.filesystem("memory").put(f"{tmp_path}/", url, recursive=True)
     for folder in (path, path.replace(str(tmp_path), url)):
         folder, _, file = folder.rpartition("/")
         found = read_autoencoder(hook, folder)
-        assert found.hook_name == hook and found.files[0].name.endswith(file)  # for their digest
+        assert found.hook_name == hook and found.file_paths[0].name.endswith(
+            file
+        )  # for their digest
         for name, array in read_autoencoder("", path).arrays.items():
             np.testing.assert_array_equal(array, found.arrays[name])
         with pytest.raises(InputError, match="N is the layer of HOOK in --encode HOOK="):

@@ -10,7 +10,7 @@ from cloud import REPOSITORY, script
 from command_line import assert_refused, main
 from pods import Pod, flags_for
 
-from activation_extraction.cli.config import parse_args, task_without_machine
+from activation_extraction.cli.config import parse_args, variable_name_of_task_without_machine
 from activation_extraction.store.local_files import lock_folder
 
 
@@ -70,7 +70,7 @@ def test_variables_say_which_machine_this_is(
 def test_a_task_of_an_array_that_is_machine_0_of_1_is_found(variables, flags, named, monkeypatch):
     for pair in variables.items():
         monkeypatch.setenv(*pair)
-    assert task_without_machine(parse_args(flags.split())) == named
+    assert variable_name_of_task_without_machine(parse_args(flags.split())) == named
 
 
 def test_a_task_of_an_array_that_is_machine_0_of_1_is_warned_of(monkeypatch, capsys, tmp_path):

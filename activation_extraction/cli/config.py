@@ -297,7 +297,7 @@ def _take_variable(values: ValueByFlagName, name: str, variable: str) -> None:
         raise InputError(f"environment variable {variable}: {error}") from error
 
 
-def task_without_machine(config: Config) -> str | None:
+def variable_name_of_task_without_machine(config: Config) -> str | None:
     """Detects that each task of an array of tasks would do the whole work of the run.
 
     A scheduler that starts an array of tasks gives each task its number in an environment variable.

@@ -82,9 +82,11 @@ def visible_keys(
     """
     query_indices = first_query + jnp.arange(segments.q.shape[-1])[:, None]
     key_indices = first_key + jnp.arange(segments.k.shape[-1])
-    sees_key = query_indices >= key_indices
-    sees_key &= segments.q[..., :, None] == segments.k[..., None, :]
-    return sees_key if window is None else sees_key & (query_indices - key_indices < window)
+    visible_key_mask = query_indices >= key_indices
+    visible_key_mask &= segments.q[..., :, None] == segments.k[..., None, :]
+    if window is not None:
+        visible_key_mask &= query_indices - key_indices < window
+    return visible_key_mask
 
 
 def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
@@ -128,8 +130,10 @@ def dense_attention(
     Returns:
         The outputs, (B, T, N, H) in the dtype of q. See `AttentionFunction` for their definition.
     """
-    sees_key = visible_keys(segments, first_query, window)
-    grouped_output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, sees_key).astype(v.dtype), v)
+    visible_key_mask = visible_keys(segments, first_query, window)
+    grouped_output = einsum(
+        "BKGTS,BSKH->BTKGH", _probabilities(q, k, visible_key_mask).astype(v.dtype), v
+    )
     return grouped_output.reshape(q.shape).astype(q.dtype)
 
 
@@ -160,8 +164,9 @@ def attention_pattern(
         the query's segment, wherever the segment lies in the row. Tokens that the query does not
         see have the weight 0.
     """
-    sees_key = visible_keys(segments, first_query, window)
-    attention_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape (B, T, K, G, S)
+    visible_key_mask = visible_keys(segments, first_query, window)
+    attention_weights = _probabilities(q, k, visible_key_mask)  # shape (B, K, G, T, S)
+    attention_weights = jnp.moveaxis(attention_weights, 3, 1)  # shape (B, T, K, G, S)
     attention_weights = attention_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     same_segment_mask = segments.q[..., :, None] == segments.k[..., None, :]
     segment_start_of_query = jnp.argmax(same_segment_mask, axis=-1)
@@ -229,21 +234,24 @@ def blocked_attention(
     q = whole_blocks(q, QUERY_BLOCK)
     segments = segments._replace(q=whole_blocks(segments.q, QUERY_BLOCK))
     blocks_per_row = q.shape[1] // QUERY_BLOCK
-    span_length_step = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
-    span_lengths = [*range(span_length_step, key_count, span_length_step), key_count]
-    branch_numbers_of_blocks = _branch_numbers(segments, first_query, span_lengths, window)
+    key_span_length_increment = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
+    span_lengths = [
+        *range(key_span_length_increment, key_count, key_span_length_increment),
+        key_count,
+    ]
+    switch_branch_numbers_of_blocks = _branch_numbers(segments, first_query, span_lengths, window)
     query_segments_of_blocks = segments.q.reshape(-1, QUERY_BLOCK)
     block_count = len(query_segments_of_blocks)
     # The query heads that read the same key/value head are computed in one matrix product. Its left
     # operand has a row for each of these heads and each query of a block.
-    grouped_query_bits = to_bits(q).reshape(
+    query_bit_patterns_of_blocks = to_bits(q).reshape(
         -1, QUERY_BLOCK, kv_head_count, head_count // kv_head_count * head_dim
     )
-    grouped_query_bits = grouped_query_bits.swapaxes(1, 2).reshape(
+    query_bit_patterns_of_blocks = query_bit_patterns_of_blocks.swapaxes(1, 2).reshape(
         block_count, kv_head_count, -1, head_dim
     )
-    k_bits = to_bits(k).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
-    v_bits = to_bits(v).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
+    key_bit_patterns = to_bits(k).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
+    value_bit_patterns = to_bits(v).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
 
     def compute_block(block_number: Array) -> Array:
         row_index = block_number // blocks_per_row
@@ -253,31 +261,35 @@ def blocked_attention(
             first_key_index_of_span = jnp.clip(
                 first_query_of_block + QUERY_BLOCK - length, 0, key_count - length
             )
-            span_start_indices = row_index, 0, first_key_index_of_span, 0
-            span_shape = 1, kv_head_count, length, head_dim
+            kv_span_start_indices = row_index, 0, first_key_index_of_span, 0
+            kv_span_shape = 1, kv_head_count, length, head_dim
             segments_of_span_keys = lax.dynamic_slice(
                 segments.k, (row_index, first_key_index_of_span), (1, length)
             )[0]
-            block_q = from_bits(grouped_query_bits[block_number], q.dtype)
+            block_q = from_bits(query_bit_patterns_of_blocks[block_number], q.dtype)
             span_k = from_bits(
-                lax.dynamic_slice(k_bits, span_start_indices, span_shape)[0], k.dtype
+                lax.dynamic_slice(key_bit_patterns, kv_span_start_indices, kv_span_shape)[0],
+                k.dtype,
             )
             span_v = from_bits(
-                lax.dynamic_slice(v_bits, span_start_indices, span_shape)[0], v.dtype
+                lax.dynamic_slice(value_bit_patterns, kv_span_start_indices, kv_span_shape)[0],
+                v.dtype,
             )
             segments_of_block_and_span = Segments(
                 query_segments_of_blocks[block_number], segments_of_span_keys
             )
-            sees_key = visible_keys(
+            visible_key_mask = visible_keys(
                 segments_of_block_and_span, first_query_of_block, window, first_key_index_of_span
             )
-            return to_bits(_attend(block_q, span_k, span_v, sees_key))
+            return to_bits(_attend(block_q, span_k, span_v, visible_key_mask))
 
         def skip() -> Array:
-            return jnp.zeros(grouped_query_bits.shape[1:], grouped_query_bits.dtype)
+            return jnp.zeros(
+                query_bit_patterns_of_blocks.shape[1:], query_bit_patterns_of_blocks.dtype
+            )
 
         span_branches = [partial(attend_to_span, span_length) for span_length in span_lengths]
-        return lax.switch(branch_numbers_of_blocks[block_number], [skip, *span_branches])
+        return lax.switch(switch_branch_numbers_of_blocks[block_number], [skip, *span_branches])
 
     block_outputs = lax.map(compute_block, jnp.arange(block_count))
     block_outputs = block_outputs.reshape(block_count, kv_head_count, QUERY_BLOCK, -1).swapaxes(
@@ -311,22 +323,26 @@ def _branch_numbers(
     # The span of keys that a block of queries reads begins with the first key of the segment that
     # contains the block's first query.
     first_query_segments_of_blocks = segments.q[:, ::QUERY_BLOCK, None]
-    first_key_index_of_span = jnp.argmax(
+    first_key_indices_of_spans = jnp.argmax(
         segments.k[:, None, :] == first_query_segments_of_blocks, axis=-1
     )
-    end_key_index_of_span = first_query + QUERY_BLOCK * jnp.arange(
-        1, first_key_index_of_span.shape[1] + 1
+    end_key_indices_of_spans = first_query + QUERY_BLOCK * jnp.arange(
+        1, first_key_indices_of_spans.shape[1] + 1
     )
     if window is not None:
-        first_key_index_of_span = jnp.maximum(
-            first_key_index_of_span, end_key_index_of_span - QUERY_BLOCK - window + 1
+        first_key_indices_of_spans = jnp.maximum(
+            first_key_indices_of_spans, end_key_indices_of_spans - QUERY_BLOCK - window + 1
         )
-    needed_span_lengths = (
-        jnp.minimum(end_key_index_of_span, span_lengths[-1]) - first_key_index_of_span
+    min_span_lengths_of_blocks = (
+        jnp.minimum(end_key_indices_of_spans, span_lengths[-1]) - first_key_indices_of_spans
     )
-    branch_numbers_of_blocks = jnp.searchsorted(jnp.asarray(span_lengths), needed_span_lengths) + 1
-    block_has_tokens = segments.q.reshape(*first_key_index_of_span.shape, QUERY_BLOCK).any(axis=-1)
-    return jnp.where(block_has_tokens, branch_numbers_of_blocks, 0).reshape(-1)
+    switch_branch_numbers_of_blocks = (
+        jnp.searchsorted(jnp.asarray(span_lengths), min_span_lengths_of_blocks) + 1
+    )
+    nonempty_block_mask = segments.q.reshape(*first_key_indices_of_spans.shape, QUERY_BLOCK).any(
+        axis=-1
+    )
+    return jnp.where(nonempty_block_mask, switch_branch_numbers_of_blocks, 0).reshape(-1)
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:

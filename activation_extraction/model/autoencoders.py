@@ -1,8 +1,9 @@
 """Reads published sparse autoencoders and transcoders, in the file formats of their publishers.
 
 `FORMATS` lists the formats. Each has a function that converts the tensors and the configuration of
-a publisher to the fields of an `Autoencoder`. The docstring of `Autoencoder` has the formula of all
-of them, which encode.py computes. The shape of a matrix tells which of its axes holds the features.
+a publisher to the fields of an `Autoencoder`. One formula covers the autoencoders of all formats.
+The docstring of `Autoencoder` contains it, and encode.py computes it. The shape of a matrix tells
+which of its axes holds the features.
 Unknown files, tensors and settings raise an InputError that names them.
 
 Letters: D is the width of the hook that is read, O the width of the hook that is reconstructed, and
@@ -27,9 +28,9 @@ from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.model.weight_files import LocalFile
 
 # In most formats, tensors have the names of the fields of `Autoencoder`.
-Tensors = dict[str, np.ndarray]  # name of a tensor -> its values
+TensorByName = dict[str, np.ndarray]  # name of a tensor -> its values
 PublishedConfig = Mapping[str, Any]  # the content of a publisher's configuration file
-Fields = dict[str, Any]  # name of a field of `Autoencoder` -> its value
+ValueByFieldName = dict[str, Any]  # name of a field of `Autoencoder` -> its value
 REQUIRED_TENSORS = "W_enc", "b_enc", "W_dec", "b_dec"
 # The name of Llamascopium's tensor with the logarithms of the thresholds.
 LOG_THRESHOLD = "log_jumprelu_threshold"
@@ -69,7 +70,7 @@ class Autoencoder:
     and x is `input` after `normalisation`, minus b_dec if `subtracts_b_dec`:
 
         pre      = x @ W_enc.T + b_enc                      (F,)
-        score    = pre * score_factor                       (F,)
+        score    = pre * feature_score_factors              (F,)
         active   = score > threshold, and pre > 0 if `uses_relu`
         values   = pre where active (and score is among the k largest, if k is not None); else 0
         output   = values @ W_dec + b_dec                   (O,)
@@ -90,15 +91,16 @@ class Autoencoder:
         b_enc: Encoder bias, (F,).
         W_dec: Decoder weights, (F, O).
         b_dec: Decoder bias, (O,).
-        files: The local paths of the files that were read.
+        file_paths: The local paths of the files that were read.
         repository: The repository of the files. Temporary copies of the files are deleted when this
             object is deleted.
         dtype: The dtype of matrix products, float32 or bfloat16.
         k: The largest number of active features of a token; None if it is not limited.
         uses_relu: Whether only features with a positive `pre` are active.
         threshold: The threshold of each feature, (F,); None for no threshold.
-        score_factor: The factor of each feature by which `pre` is multiplied before features are
-            compared with each other and with thresholds, (F,); None for 1.
+        feature_score_factors: The factor of each feature by which `pre` is multiplied to compute
+            `score`, which decides with the threshold and k whether the feature is active, (F,);
+            None if all factors are 1.
         W_skip: Weights of the skip connection from the input to the result, (O, D); None if there
             is none.
         subtracts_b_dec: Whether b_dec is subtracted from the input. Never for transcoders, whose
@@ -115,13 +117,13 @@ class Autoencoder:
     b_enc: np.ndarray
     W_dec: np.ndarray
     b_dec: np.ndarray
-    files: tuple[Path, ...]
+    file_paths: tuple[Path, ...]
     repository: Repository
     dtype: np.dtype
     k: int | None = None
     uses_relu: bool = True
     threshold: np.ndarray | None = None
-    score_factor: np.ndarray | None = None
+    feature_score_factors: np.ndarray | None = None
     W_skip: np.ndarray | None = None
     subtracts_b_dec: bool = False
     normalisation: str = "none"
@@ -132,7 +134,7 @@ class Autoencoder:
         return len(self.b_enc)
 
     @property
-    def arrays(self) -> Tensors:
+    def arrays(self) -> TensorByName:
         """Name of a field of this autoencoder -> its array, for the fields that are arrays."""
         return {
             field_name: field_value
@@ -149,7 +151,8 @@ class AutoencoderFiles:
     """The files of one autoencoder in a repository.
 
     Attributes:
-        name: The autoencoder as the user gave it to --encode.
+        autoencoder_name: The autoencoder as the user gave it to --encode: a folder or a file, as a
+            local path, a URL, or ORG/REPO/FOLDER on the hub.
         repository: The repository that contains the files.
         folder_in_repository: The folder of the files in the repository, with a slash at the end; ""
             for the repository's top folder.
@@ -158,7 +161,7 @@ class AutoencoderFiles:
         paths_read: The local paths of the files that were read so far.
     """
 
-    name: str
+    autoencoder_name: str
     repository: Repository
     folder_in_repository: str
     layer_digits: str
@@ -170,7 +173,7 @@ class AutoencoderFiles:
         return f"{self.repository.path}/{self.folder_in_repository}"
 
     def error(self, reason: str) -> InputError:
-        return InputError(f"--encode {self.name}: {reason}")
+        return InputError(f"--encode {self.autoencoder_name}: {reason}")
 
     def has(self, file_name: str) -> bool:
         return self.repository.find(self.folder_in_repository + file_name) is not None
@@ -185,7 +188,7 @@ class AutoencoderFiles:
         self.paths_read.append(local_path)
         return local_path
 
-    def tensors(self, file_name: str) -> Tensors:
+    def tensors(self, file_name: str) -> TensorByName:
         """Returns the tensors of a file, which is mapped into memory and not read as a whole.
 
         Args:
@@ -197,7 +200,7 @@ class AutoencoderFiles:
         """
         local_path = self.local_path(file_name)
         if file_name.endswith(".pt"):
-            torch_object = read_torch_file(local_path, f"--encode {self.name}")
+            torch_object = read_torch_file(local_path, f"--encode {self.autoencoder_name}")
             tensor_by_name = torch_object.get("sae", torch_object)
         else:
             opened_file = LocalFile(local_path)
@@ -242,22 +245,24 @@ def read_autoencoder(hook_name: str, name: str) -> Autoencoder:
         InputError: If a file is missing, damaged or in an unknown format, a weight is NaN or
             infinite, or neither `hook_name` nor the files name a hook.
     """
-    repository_path = name.rstrip("/")
-    folder_in_repository = ""
-    weights_file_name = ""
-    if repository_path.endswith((".pt", ".safetensors")):
-        repository_path, weights_file_name = os.path.split(repository_path)
-    expanded_path = os.path.abspath(os.path.expanduser(repository_path))
-    hub_match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", repository_path)
-    if os.path.exists(expanded_path):
-        repository_path = expanded_path
+    autoencoder_path = name.rstrip("/")
+    if autoencoder_path.endswith((".pt", ".safetensors")):
+        autoencoder_folder, weights_file_name = os.path.split(autoencoder_path)
+    else:
+        autoencoder_folder, weights_file_name = autoencoder_path, ""
+    local_folder = os.path.abspath(os.path.expanduser(autoencoder_folder))
+    hub_match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", autoencoder_folder)
+    if os.path.exists(local_folder):
+        repository = Repository(local_folder, kind=AUTOENCODER)
+        folder_in_repository = ""
     elif hub_match:
-        repository_path = hub_match[1]
+        repository = Repository(hub_match[1], kind=AUTOENCODER)
         folder_in_repository = f"{hub_match[2]}/"
+    else:
+        repository = Repository(autoencoder_folder, kind=AUTOENCODER)
+        folder_in_repository = ""
     layer_digits = re.sub(r"\D", "", weights_file_name) or layer_in_name(hook_name)
-    autoencoder_files = AutoencoderFiles(
-        name, Repository(repository_path, kind=AUTOENCODER), folder_in_repository, layer_digits
-    )
+    autoencoder_files = AutoencoderFiles(name, repository, folder_in_repository, layer_digits)
     try:
         value_by_field_name = _read_fields(autoencoder_files, weights_file_name)
         _check_shapes(autoencoder_files, value_by_field_name)
@@ -282,7 +287,7 @@ def read_autoencoder(hook_name: str, name: str) -> Autoencoder:
         **value_by_field_name,
         name=name,
         hook_name_in_files=hook_name_in_files,
-        files=tuple(autoencoder_files.paths_read),
+        file_paths=tuple(autoencoder_files.paths_read),
         repository=autoencoder_files.repository,
     )
 
@@ -297,7 +302,7 @@ def layer_in_name(hook_name: str) -> str:
     return layer_match[1] if layer_match else ""
 
 
-def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> Fields:
+def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> ValueByFieldName:
     """Reads the fields of an Autoencoder, in the first of `FORMATS` whose files exist.
 
     Args:
@@ -335,7 +340,9 @@ def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> Fields:
     if files.has("ae.pt"):
         raise files.error("is an autoencoder of dictionary_learning, whose format is not supported")
     layer_remark = (
-        "" if files.layer_digits else f"; N is the layer of HOOK in --encode HOOK={files.name}"
+        ""
+        if files.layer_digits
+        else f"; N is the layer of HOOK in --encode HOOK={files.autoencoder_name}"
     )
     raise files.error(
         f"has no {weights_file_name or 'files'} of a supported format; looked for "
@@ -343,7 +350,9 @@ def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> Fields:
     )
 
 
-def qwen_scope(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors) -> Fields:
+def qwen_scope(
+    files: AutoencoderFiles, _: PublishedConfig, tensor_by_name: TensorByName
+) -> ValueByFieldName:
     """Converts an autoencoder of Qwen-Scope to the formula of `Autoencoder`.
 
     By the README of Qwen-Scope, the features with the k largest values of `pre` (see `Autoencoder`)
@@ -353,7 +362,7 @@ def qwen_scope(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors) ->
     Args:
         files: The files of the autoencoder.
         _: The configuration, which is empty in this format.
-        tensors: The tensors of the weights file.
+        tensor_by_name: Name of a tensor of the weights file -> its values.
 
     Returns:
         Name of a field of `Autoencoder` -> value.
@@ -366,7 +375,7 @@ def qwen_scope(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors) ->
         )
     hook_name = f"blocks.{files.layer_digits}.hook_resid_post"
     return {
-        **tensors,
+        **tensor_by_name,
         "hook_name": hook_name,
         "target_hook_name": hook_name,
         "k": int(l0_match[1]),
@@ -374,7 +383,9 @@ def qwen_scope(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors) ->
     }
 
 
-def sae_lens(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors) -> Fields:
+def sae_lens(
+    files: AutoencoderFiles, config: PublishedConfig, tensor_by_name: TensorByName
+) -> ValueByFieldName:
     """Converts an autoencoder or transcoder of SAELens 6 to the formula of `Autoencoder`.
 
     SAELens has its formulas in sae_lens/saes. Two of its settings are folded into the weights, in
@@ -389,7 +400,7 @@ def sae_lens(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors)
     Args:
         files: The files of the autoencoder.
         config: The content of cfg.json.
-        tensors: The tensors of the weights file.
+        tensor_by_name: Name of a tensor of the weights file -> its values.
 
     Returns:
         Name of a field of `Autoencoder` -> value.
@@ -423,10 +434,12 @@ def sae_lens(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors)
     )
     subtracts_b_dec = not is_transcoder and config.get("apply_b_dec_to_input", True)
     if config.get("rescale_acts_by_decoder_norm"):
-        decoder_norms_of_features = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
-        tensors["W_enc"] = tensors["W_enc"] * decoder_norms_of_features
-        tensors["b_enc"] = tensors["b_enc"] * decoder_norms_of_features
-        tensors["W_dec"] = tensors["W_dec"] / decoder_norms_of_features[:, None]
+        decoder_norms_of_features = np.linalg.norm(
+            tensor_by_name["W_dec"].astype(np.float32), axis=1
+        )
+        tensor_by_name["W_enc"] = tensor_by_name["W_enc"] * decoder_norms_of_features
+        tensor_by_name["b_enc"] = tensor_by_name["b_enc"] * decoder_norms_of_features
+        tensor_by_name["W_dec"] = tensor_by_name["W_dec"] / decoder_norms_of_features[:, None]
     if normalisation in foldable_normalisations:
         if is_transcoder:
             raise files.error(
@@ -434,13 +447,13 @@ def sae_lens(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors)
                 "its output is scaled; fold the normalisation into its weights with SAELens and "
                 "save it again"
             )
-        tensors |= _fold_normalisation(files, normalisation, tensors, subtracts_b_dec)
+        tensor_by_name |= _fold_normalisation(files, normalisation, tensor_by_name, subtracts_b_dec)
         normalisation = "none"
     hook_name = sae_metadata.get("hook_name")
     return {
-        **tensors,
-        "threshold": tensors["threshold"] if "jumprelu" in architecture else None,
-        "W_skip": tensors["W_skip"] if "skip" in architecture else None,
+        **tensor_by_name,
+        "threshold": tensor_by_name["threshold"] if "jumprelu" in architecture else None,
+        "W_skip": tensor_by_name["W_skip"] if "skip" in architecture else None,
         "hook_name": hook_name,
         "target_hook_name": (sae_metadata["hook_name_out"] or "") if is_transcoder else hook_name,
         "k": config["k"] if architecture == "topk" else None,
@@ -451,8 +464,8 @@ def sae_lens(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors)
 
 
 def _fold_normalisation(
-    files: AutoencoderFiles, normalisation: str, tensors: Tensors, subtracts_b_dec: bool
-) -> Tensors:
+    files: AutoencoderFiles, normalisation: str, tensor_by_name: TensorByName, subtracts_b_dec: bool
+) -> TensorByName:
     """Folds the normalisation of activations into the weights of a SAELens checkpoint.
 
     At the end of training, SAELens itself folds the normalisation into the weights, and saves
@@ -465,13 +478,13 @@ def _fold_normalisation(
         files: The files of the checkpoint.
         normalisation: The kind of normalisation: "expected_average_only_in", a factor for all
             activations, or "covariance_whitening", an affine map of activations.
-        tensors: The weights for normalised activations: W_enc (D, F), b_enc (F,), W_dec (F, D) and
-            b_dec (D,).
+        tensor_by_name: Name of a tensor -> the weights for normalised activations: W_enc (D, F),
+            b_enc (F,), W_dec (F, D) and b_dec (D,).
         subtracts_b_dec: Whether b_dec is subtracted from the input.
 
     Returns:
-        The weights for the model's own activations, float32: W_enc, b_enc, W_dec and b_dec, with
-        the shapes of `tensors`.
+        Name of a tensor -> the weights for the model's own activations, float32: W_enc, b_enc,
+        W_dec and b_dec, with the same shapes as in `tensor_by_name`.
 
     Raises:
         InputError: If a file of the normalisation is missing, or its factor is not a positive
@@ -485,10 +498,10 @@ def _fold_normalisation(
             "training"
         )
     scaler_settings = read_json(files.local_path(SCALER_FILE))
-    W_enc = tensors["W_enc"].astype(np.float64)
-    b_enc = tensors["b_enc"].astype(np.float64)
-    W_dec = tensors["W_dec"].astype(np.float64)
-    b_dec = tensors["b_dec"].astype(np.float64)
+    W_enc = tensor_by_name["W_enc"].astype(np.float64)
+    b_enc = tensor_by_name["b_enc"].astype(np.float64)
+    W_dec = tensor_by_name["W_dec"].astype(np.float64)
+    b_dec = tensor_by_name["b_dec"].astype(np.float64)
     if normalisation == "expected_average_only_in":
         scaling_factor = scaler_settings.get("scaling_factor")
         if not isinstance(scaling_factor, int | float) or not 0 < scaling_factor < np.inf:
@@ -503,10 +516,10 @@ def _fold_normalisation(
             raise files.error(
                 f"cfg.json says {normalisation!r}, and {WHITENING_FILE} is not beside it"
             )
-        whitening_tensors = files.tensors(WHITENING_FILE)
-        activation_mean = whitening_tensors["mean"].astype(np.float64)
-        whitening_matrix = whitening_tensors["matrix"].astype(np.float64)
-        inverse_whitening_matrix = whitening_tensors["inverse_matrix"].astype(np.float64)
+        whitening_tensor_by_name = files.tensors(WHITENING_FILE)
+        activation_mean = whitening_tensor_by_name["mean"].astype(np.float64)
+        whitening_matrix = whitening_tensor_by_name["matrix"].astype(np.float64)
+        inverse_whitening_matrix = whitening_tensor_by_name["inverse_matrix"].astype(np.float64)
         W_enc = whitening_matrix @ W_enc
         # The encoder must subtract the mean from the activations. An encoder that subtracts b_dec
         # needs no other bias for this, because the mean is added to b_dec below.
@@ -514,15 +527,17 @@ def _fold_normalisation(
             b_enc = b_enc - activation_mean @ W_enc
         W_dec = W_dec @ inverse_whitening_matrix
         b_dec = b_dec @ inverse_whitening_matrix + activation_mean
-    folded_tensors = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec}
+    folded_tensor_by_name = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec}
     with np.errstate(over="ignore"):  # `_check_finite` later rejects values that became infinite
         return {
             tensor_name: folded_tensor.astype(np.float32)
-            for tensor_name, folded_tensor in folded_tensors.items()
+            for tensor_name, folded_tensor in folded_tensor_by_name.items()
         }
 
 
-def sparsify(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors) -> Fields:
+def sparsify(
+    files: AutoencoderFiles, config: PublishedConfig, tensor_by_name: TensorByName
+) -> ValueByFieldName:
     """Converts an autoencoder or transcoder of sparsify to the formula of `Autoencoder`.
 
     EleutherAI's sparsify has its formula in sparse_coder.py. The features with the k largest values
@@ -533,7 +548,7 @@ def sparsify(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors)
     Args:
         files: The files of the autoencoder.
         config: The content of cfg.json.
-        tensors: The tensors of the weights file.
+        tensor_by_name: Name of a tensor of the weights file -> its values.
 
     Returns:
         Name of a field of `Autoencoder` -> value.
@@ -549,7 +564,7 @@ def sparsify(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors)
     input_hook_name = f"model.{module_folder_match[1]}.input" if module_folder_match else ""
     output_hook_name = f"model.{module_folder_match[1]}.output" if module_folder_match else ""
     return {
-        **tensors,
+        **tensor_by_name,
         "hook_name": input_hook_name if is_transcoder else output_hook_name,
         "target_hook_name": output_hook_name,
         "k": config["k"],
@@ -557,7 +572,9 @@ def sparsify(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors)
     }
 
 
-def llamascopium(files: AutoencoderFiles, config: PublishedConfig, tensors: Tensors) -> Fields:
+def llamascopium(
+    files: AutoencoderFiles, config: PublishedConfig, tensor_by_name: TensorByName
+) -> ValueByFieldName:
     """Converts an autoencoder or transcoder of Llamascopium to the formula of `Autoencoder`.
 
     Llamascopium was formerly called lm_saes. It has its formula in models/sae.py.
@@ -565,7 +582,7 @@ def llamascopium(files: AutoencoderFiles, config: PublishedConfig, tensors: Tens
     Args:
         files: The files of the autoencoder.
         config: The content of config.json.
-        tensors: The tensors of the weights file.
+        tensor_by_name: Name of a tensor of the weights file -> its values.
 
     Returns:
         Name of a field of `Autoencoder` -> value.
@@ -580,35 +597,37 @@ def llamascopium(files: AutoencoderFiles, config: PublishedConfig, tensors: Tens
     normalisation_setting = files.supported_setting(
         config, "norm_activation", *supported_normalisations
     )
-    average_norm_by_hook = {}
-    for tensor_name in list(tensors):
+    average_norm_by_hook_name = {}
+    for tensor_name in list(tensor_by_name):
         if tensor_name.startswith(AVERAGE_NORM_PREFIX):
-            average_norm_by_hook[tensor_name.removeprefix(AVERAGE_NORM_PREFIX)] = tensors.pop(
-                tensor_name
+            average_norm_by_hook_name[tensor_name.removeprefix(AVERAGE_NORM_PREFIX)] = (
+                tensor_by_name.pop(tensor_name)
             )
-    weights_dtype = tensors["W_enc"].dtype
-    output_width = tensors["W_dec"].shape[1]
+    weights_dtype = tensor_by_name["W_enc"].dtype
+    output_width = tensor_by_name["W_dec"].shape[1]
     if activation_function_name == "jumprelu":
-        tensors["threshold"] = np.exp(tensors.pop(LOG_THRESHOLD).astype(np.float32))
+        tensor_by_name["threshold"] = np.exp(tensor_by_name.pop(LOG_THRESHOLD).astype(np.float32))
     if config.get("sparsity_include_decoder_norm", True):
-        tensors["score_factor"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
+        tensor_by_name["feature_score_factors"] = np.linalg.norm(
+            tensor_by_name["W_dec"].astype(np.float32), axis=1
+        )
     if not config.get("use_decoder_bias", True):
-        tensors["b_dec"] = np.zeros(output_width, np.float32)
+        tensor_by_name["b_dec"] = np.zeros(output_width, np.float32)
     # With this setting, training scales the activations at the input hook and at the output hook to
     # an average norm of sqrt(output_width). The code below folds the two factors into the weights,
     # so that the weights apply to activations that are not scaled.
     if normalisation_setting == "dataset-wise":
         input_norm_factor = np.float32(
-            output_width**0.5 / average_norm_by_hook[input_hook_name].item()
+            output_width**0.5 / average_norm_by_hook_name[input_hook_name].item()
         )
         output_norm_factor = np.float32(
-            output_width**0.5 / average_norm_by_hook[output_hook_name].item()
+            output_width**0.5 / average_norm_by_hook_name[output_hook_name].item()
         )
-        tensors["W_enc"] = tensors["W_enc"] * input_norm_factor
-        tensors["W_dec"] = tensors["W_dec"] / output_norm_factor
-        tensors["b_dec"] = tensors["b_dec"] / output_norm_factor
+        tensor_by_name["W_enc"] = tensor_by_name["W_enc"] * input_norm_factor
+        tensor_by_name["W_dec"] = tensor_by_name["W_dec"] / output_norm_factor
+        tensor_by_name["b_dec"] = tensor_by_name["b_dec"] / output_norm_factor
     return {
-        **tensors,
+        **tensor_by_name,
         "hook_name": input_hook_name,
         "target_hook_name": output_hook_name,
         "k": config["top_k"] if activation_function_name == "topk" else None,
@@ -619,7 +638,9 @@ def llamascopium(files: AutoencoderFiles, config: PublishedConfig, tensors: Tens
     }
 
 
-def circuit_tracer(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors) -> Fields:
+def circuit_tracer(
+    files: AutoencoderFiles, _: PublishedConfig, tensor_by_name: TensorByName
+) -> ValueByFieldName:
     """Converts a transcoder of circuit-tracer for a single layer to the formula of `Autoencoder`.
 
     The transcoder is computed in float32, with JumpReLU if it has thresholds, otherwise with ReLU.
@@ -628,7 +649,7 @@ def circuit_tracer(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors
     Args:
         files: The files of the transcoder.
         _: The configuration, which is empty because this function reads config.yaml itself.
-        tensors: The tensors of the weights file.
+        tensor_by_name: Name of a tensor of the weights file -> its values.
 
     Returns:
         Name of a field of `Autoencoder` -> value.
@@ -639,8 +660,8 @@ def circuit_tracer(files: AutoencoderFiles, _: PublishedConfig, tensors: Tensors
     hook_name_prefix = f"blocks.{files.layer_digits}."
     files.supported_setting(yaml_config, "model_kind", "transcoder_set")
     return {
-        **tensors,
-        "uses_relu": "threshold" not in tensors,
+        **tensor_by_name,
+        "uses_relu": "threshold" not in tensor_by_name,
         "hook_name": hook_name_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
         "target_hook_name": hook_name_prefix
         + yaml_config.get("feature_output_hook", "hook_mlp_out"),
@@ -661,7 +682,7 @@ class Format(NamedTuple):
             number of the layer; a name without "{}" is the same for all layers.
     """
 
-    convert_to_fields: Callable[[AutoencoderFiles, PublishedConfig, Tensors], Fields]
+    convert_to_fields: Callable[[AutoencoderFiles, PublishedConfig, TensorByName], ValueByFieldName]
     config_file_name: str | None
     weights_file_pattern: str
 
@@ -677,54 +698,56 @@ FORMATS = (
 )
 
 
-def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
+def _check_shapes(files: AutoencoderFiles, value_by_field_name: ValueByFieldName) -> None:
     """Checks the shapes of the tensors, and puts the features on the first axis of W_enc and W_dec.
 
     Args:
         files: The files of the autoencoder.
-        fields: Name of a field of `Autoencoder` -> value. A W_enc or W_dec with the features on the
-            last axis is replaced by its transpose.
+        value_by_field_name: Name of a field of `Autoencoder` -> value. A W_enc or W_dec with the
+            features on the last axis is replaced by its transpose.
 
     Raises:
         InputError: If a tensor is unknown, if W_enc or W_dec is square (the shape of a square
             matrix does not tell which axis holds the features), if the shapes of the tensors are
             inconsistent, or if k is not between 1 and the number of features.
     """
-    for field_name in sorted(fields.keys() - Autoencoder.__dataclass_fields__.keys()):
+    for field_name in sorted(value_by_field_name.keys() - Autoencoder.__dataclass_fields__.keys()):
         raise files.error(
             f"has a tensor {field_name}, which autoencoders of its format do not have"
         )
-    feature_count = fields["b_enc"].size
+    feature_count = value_by_field_name["b_enc"].size
     for field_name in ("W_enc", "W_dec"):
-        if fields[field_name].shape == (feature_count, feature_count):
+        if value_by_field_name[field_name].shape == (feature_count, feature_count):
             raise files.error("has square matrices, whose orientation cannot be known")
-        if fields[field_name].shape[1] == feature_count:
-            fields[field_name] = fields[field_name].T
-    input_width = fields["W_enc"].shape[1]
-    target_width = fields["W_dec"].shape[1]
-    expected_shape_by_field = {
+        if value_by_field_name[field_name].shape[1] == feature_count:
+            value_by_field_name[field_name] = value_by_field_name[field_name].T
+    input_width = value_by_field_name["W_enc"].shape[1]
+    target_width = value_by_field_name["W_dec"].shape[1]
+    expected_shape_by_field_name = {
         "W_enc": (feature_count, input_width),
         "W_dec": (feature_count, target_width),
         "b_enc": (feature_count,),
         "threshold": (feature_count,),
-        "score_factor": (feature_count,),
+        "feature_score_factors": (feature_count,),
         "b_dec": (target_width,),
         "W_skip": (target_width, input_width),
     }
-    for field_name, expected_shape in expected_shape_by_field.items():
+    for field_name, expected_shape in expected_shape_by_field_name.items():
         field_array = (
-            fields[field_name] if field_name in REQUIRED_TENSORS else fields.get(field_name)
+            value_by_field_name[field_name]
+            if field_name in REQUIRED_TENSORS
+            else value_by_field_name.get(field_name)
         )
         if field_array is not None and field_array.shape != expected_shape:
             raise files.error(
                 f"{field_name} has shape {field_array.shape}, expected {expected_shape}"
             )
-    k = fields.get("k")
+    k = value_by_field_name.get("k")
     if k is not None and not 0 < k <= feature_count:
         raise files.error(f"k is {k!r}, expected 1 to {feature_count}")
 
 
-def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
+def _check_finite(files: AutoencoderFiles, value_by_field_name: ValueByFieldName) -> None:
     """Checks that all weights are finite.
 
     A feature with a weight that is not finite would never be active, and no other check would
@@ -732,27 +755,27 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
 
     Args:
         files: The files of the autoencoder.
-        fields: The fields of the autoencoder.
+        value_by_field_name: Name of a field of `Autoencoder` -> value.
 
     Raises:
         InputError: If a weight is NaN, or is infinite in float32.
     """
-    for field_name, field_array in sorted(fields.items()):
+    for field_name, field_array in sorted(value_by_field_name.items()):
         if not isinstance(field_array, np.ndarray):
             continue
-        rows_at_once = max(VALUES_AT_ONCE // max(field_array[:1].size, 1), 1)
-        for first_row_index in range(0, len(field_array), rows_at_once):
+        num_rows_at_once = max(VALUES_AT_ONCE // max(field_array[:1].size, 1), 1)
+        for first_row_index in range(0, len(field_array), num_rows_at_once):
             with np.errstate(over="ignore"):
-                row_block = field_array[first_row_index : first_row_index + rows_at_once].astype(
-                    np.float32
-                )
-            bad_weight_indices = np.argwhere(~np.isfinite(row_block))
-            if len(bad_weight_indices):
-                bad_weight_index = bad_weight_indices[0]
-                bad_weight = row_block[tuple(bad_weight_index)]
-                bad_weight_index[0] += first_row_index
-                index_text = ", ".join(map(str, bad_weight_index))
+                row_block = field_array[
+                    first_row_index : first_row_index + num_rows_at_once
+                ].astype(np.float32)
+            non_finite_weight_indices = np.argwhere(~np.isfinite(row_block))
+            if len(non_finite_weight_indices):
+                non_finite_weight_index = non_finite_weight_indices[0]
+                non_finite_weight = row_block[tuple(non_finite_weight_index)]
+                non_finite_weight_index[0] += first_row_index
+                index_text = ", ".join(map(str, non_finite_weight_index))
                 raise files.error(
-                    f"{field_name}[{index_text}] is {bad_weight}: weights must be finite numbers; "
-                    "the files are damaged, or the training has diverged"
+                    f"{field_name}[{index_text}] is {non_finite_weight}: weights must be finite "
+                    "numbers; the files are damaged, or the training has diverged"
                 )

@@ -1,12 +1,13 @@
 """Collects the values at hooks in one array per vector type, while a loop over layers runs.
 
 The loop carries one buffer for each vector type (`VectorType` in hooks.py: a width and a dtype).
-Each hook has a slot in the buffer of its type: an index of the buffer's first axis. A `Plan` has
-the slots to which layers write.
+Each hook has a slot in the buffer of its type: an index of the buffer's first axis. A `CapturePlan`
+contains the slots to which layers write.
 
-`Capture` makes the plans and the buffers, writes to the buffers, and turns full buffers into the
-values. It works for one loop over all layers and for the stages of a pipeline. The layers belong
-to qwen2_jax.py, and the loops to qwen2_jax_with_hooks.py.
+`Capture` makes the plans and the buffers, and writes the values at the hooks to the buffers. After
+the last layer, it returns these values from the buffers, in the order of the hooks. `Capture` works
+for one loop over all layers and for the stages of a pipeline. The layers belong to qwen2_jax.py,
+and the loops to qwen2_jax_with_hooks.py.
 
 Letters: B rows, T tokens per row.
 """
@@ -33,33 +34,33 @@ LEAVING_AXES = "batch", "leaving_sequence", "hidden"
 # (slots, B, T, width), with a slot for each hook. In a pipeline, the shape is (stages, slots,
 # micro-batches, B, T, width), with a slot for each hook of a stage, and B is the number of rows of
 # a micro-batch.
-Buffers = dict[VectorType, Array]
+BufferByVectorType = dict[VectorType, Array]
 
 
-class Plan(NamedTuple):
+class CapturePlan(NamedTuple):
     """The kinds of hooks whose values layers write to buffers, and the slots of each kind.
 
-    A slot is an index in the buffer of the kind's vector type (see `Buffers`).
+    A slot is an index in the buffer of the kind's vector type (see `BufferByVectorType`).
 
     Attributes:
         kinds: The kinds, in the order in which a layer computes them.
-        slots_of_kinds: For each kind, its slots in the buffer of its vector type, int32. The shape
-            is (layers,) for a loop over layers, (stages, layers of a stage) for a pipeline, and ()
-            for a single layer.
+        buffer_slots_of_kinds: For each kind, its slots in the buffer of its vector type, int32. The
+            shape is (layers,) for a loop over layers, (stages, layers of a stage) for a pipeline,
+            and () for a single layer.
     """
 
     kinds: tuple[HookKind, ...]
-    slots_of_kinds: tuple[Any, ...]
+    buffer_slots_of_kinds: tuple[Any, ...]
 
-    def with_slots(self, slots_of_kinds: tuple[Any, ...]) -> "Plan":
-        """Returns a plan for the same kinds of hooks in other layers, for example in one stage.
+    def with_slots(self, buffer_slots_of_kinds: tuple[Any, ...]) -> "CapturePlan":
+        """Returns a copy of this plan with other slots, for example for the layers of one stage.
 
         Args:
-            slots_of_kinds: For each kind, the slots to which the other layers write its values,
-                int32. A slot is an index of the first axis of a buffer. `Plan.slots_of_kinds`
-                describes the shapes.
+            buffer_slots_of_kinds: For each kind, the slots to which layers write its values, int32.
+                The shape is (layers,) for a loop over layers, and () for a single layer. A slot is
+                an index of the first axis of a buffer.
         """
-        return self._replace(slots_of_kinds=slots_of_kinds)
+        return self._replace(buffer_slots_of_kinds=buffer_slots_of_kinds)
 
 
 @dataclass(frozen=True)
@@ -83,18 +84,18 @@ class Capture:
         """Returns the width and the dtype of the values at a kind of hook."""
         return kind.vector_type(self.size_by_axis_letter, self.dtype)
 
-    def hooks_by_type(self) -> dict[VectorType, list[Hook]]:
+    def hooks_by_vector_type(self) -> dict[VectorType, list[Hook]]:
         """Groups the hooks by their vector type, which is a width and a dtype.
 
         Returns:
             Vector type -> the hooks of this type, in the order in which they are computed.
         """
-        hooks_by_type: dict[VectorType, list[Hook]] = {}
+        hooks_by_vector_type: dict[VectorType, list[Hook]] = {}
         for hook in self.hooks:
-            hooks_by_type.setdefault(self.vector_type(hook.kind), []).append(hook)
-        return hooks_by_type
+            hooks_by_vector_type.setdefault(self.vector_type(hook.kind), []).append(hook)
+        return hooks_by_vector_type
 
-    def plan(self, layers: range) -> Plan:
+    def plan(self, layers: range) -> CapturePlan:
         """Plans the slots of the buffers to which a loop over layers writes.
 
         There is a buffer for each vector type, and a slot is an index of its first axis. Every
@@ -111,20 +112,18 @@ class Capture:
         Returns:
             The plan, in which the slots of each kind have the shape (layers,).
         """
-        kind_by_table_index = {
+        kind_by_index_in_table = {
             hook.kind_index_in_table: hook.kind
             for hook in self.hooks
             if not hook.kind.is_after_layers
         }
-        hooks_by_type = self.hooks_by_type()
-        kind_indices_in_table = sorted(kind_by_table_index)
-        slots_of_kinds = []
-        for kind_index_in_table in kind_indices_in_table:
+        kind_by_index_in_table = dict(sorted(kind_by_index_in_table.items()))
+        hooks_by_vector_type = self.hooks_by_vector_type()
+        buffer_slots_of_kinds: list[np.ndarray] = []
+        for kind_index_in_table, hook_kind in kind_by_index_in_table.items():
             hook_sort_keys = [
                 (hook.layer, hook.kind_index_in_table)
-                for hook in hooks_by_type[
-                    self.vector_type(kind_by_table_index[kind_index_in_table])
-                ]
+                for hook in hooks_by_vector_type[self.vector_type(hook_kind)]
                 if hook.layer >= layers.start
             ]
             slots_of_layers = [
@@ -133,16 +132,10 @@ class Capture:
                 )
                 for layer in layers
             ]
-            slots_of_kinds.append(np.array(slots_of_layers, np.int32))
-        return Plan(
-            tuple(
-                kind_by_table_index[kind_index_in_table]
-                for kind_index_in_table in kind_indices_in_table
-            ),
-            tuple(slots_of_kinds),
-        )
+            buffer_slots_of_kinds.append(np.array(slots_of_layers, np.int32))
+        return CapturePlan(tuple(kind_by_index_in_table.values()), tuple(buffer_slots_of_kinds))
 
-    def plan_stages(self, stages: int, layers_per_stage: int) -> Plan:
+    def plan_stages(self, stages: int, layers_per_stage: int) -> CapturePlan:
         """Plans the slots of the buffers for a pipeline, in which each stage has its own buffers.
 
         Each hook of a stage has a slot: the index at which its values are stored, on the first axis
@@ -157,33 +150,41 @@ class Capture:
             a stage).
         """
         first_layers_of_stages = range(0, stages * layers_per_stage, layers_per_stage)
-        stage_plans = [
+        capture_plans_of_stages = [
             self.plan(range(first_layer, first_layer + layers_per_stage))
             for first_layer in first_layers_of_stages
         ]
-        # For each kind, a tuple with the slots of each stage.
-        stage_slots_of_kinds = zip(*(plan.slots_of_kinds for plan in stage_plans), strict=True)
-        return stage_plans[0].with_slots(
-            tuple(np.stack(stage_slots_of_kind) for stage_slots_of_kind in stage_slots_of_kinds)
-        )
+        plan_of_first_stage = capture_plans_of_stages[0]
+        buffer_slots_of_kinds: list[np.ndarray] = []
+        for kind_number in range(len(plan_of_first_stage.kinds)):
+            buffer_slots_of_stages = [
+                capture_plan.buffer_slots_of_kinds[kind_number]
+                for capture_plan in capture_plans_of_stages
+            ]
+            buffer_slots_of_kinds.append(np.stack(buffer_slots_of_stages))
+        return plan_of_first_stage.with_slots(tuple(buffer_slots_of_kinds))
 
-    def plan_end(self) -> Plan:
-        """Plans the slots of the buffers for the hooks that come after the last layer.
+    def plan_end(self) -> CapturePlan:
+        """Plans to which slots of the buffers the values at hooks after the last layer are written.
 
         A slot is an index of the first axis of a buffer.
 
         Returns:
-            The plan, in which each kind has a single slot, () int32.
+            The plan, which contains one slot for each kind of hook after the last layer, () int32.
         """
-        hooks_by_type = self.hooks_by_type()
+        hooks_by_vector_type = self.hooks_by_vector_type()
         hooks_after_layers = [hook for hook in self.hooks if hook.kind.is_after_layers]
-        slot_of_each_kind = tuple(
-            np.int32(hooks_by_type[self.vector_type(hook.kind)].index(hook))
+        buffer_slots_of_hooks_after_layers = tuple(
+            np.int32(hooks_by_vector_type[self.vector_type(hook.kind)].index(hook))
             for hook in hooks_after_layers
         )
-        return Plan(tuple(hook.kind for hook in hooks_after_layers), slot_of_each_kind)
+        return CapturePlan(
+            tuple(hook.kind for hook in hooks_after_layers), buffer_slots_of_hooks_after_layers
+        )
 
-    def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
+    def buffers(
+        self, capture_plans: Sequence[CapturePlan], shape: Sequence[int], stages: int = 1
+    ) -> BufferByVectorType:
         """Makes buffers of zeros, to which layers write the values at the hooks.
 
         Hooks share a buffer if their values have the same vector type, which is a width and a dtype
@@ -191,8 +192,8 @@ class Capture:
         values of one hook.
 
         Args:
-            plans: All plans for writing to the buffers. A `Plan` contains the slots to which each
-                layer writes. A buffer gets as many slots as the plans need.
+            capture_plans: All plans for writing to the buffers. A `CapturePlan` contains the slots
+                to which each layer writes. A buffer gets as many slots as the plans need.
             shape: The shape of a batch: (B, T), which means B rows of T tokens, or (micro-batches,
                 B, T) in a pipeline.
             stages: The number of pipeline stages; 1 without a pipeline. The buffers of all stages
@@ -203,11 +204,14 @@ class Capture:
             pipeline, the shape is (stages, slots, micro-batches, B, T, width).
         """
         slot_count_by_vector_type: dict[VectorType, int] = {}
-        for plan in plans:
-            for hook_kind, kind_slots in zip(plan.kinds, plan.slots_of_kinds, strict=True):
+        for capture_plan in capture_plans:
+            for hook_kind, buffer_slots_of_kind in zip(
+                capture_plan.kinds, capture_plan.buffer_slots_of_kinds, strict=True
+            ):
                 vector_type_of_kind = self.vector_type(hook_kind)
                 slot_count_by_vector_type[vector_type_of_kind] = max(
-                    slot_count_by_vector_type.get(vector_type_of_kind, 0), kind_slots.max() + 1
+                    slot_count_by_vector_type.get(vector_type_of_kind, 0),
+                    buffer_slots_of_kind.max() + 1,
                 )
         buffer_by_vector_type = {}
         for vector_type, slot_count in slot_count_by_vector_type.items():
@@ -239,7 +243,7 @@ class Capture:
             (B, T, width).
         """
         row_and_token_counts = intermediates["resid_pre"].shape[:2]
-        value_bits_of_kinds = []
+        value_bit_patterns_of_kinds = []
         for hook_kind in kinds:
             vector_type_of_kind = self.vector_type(hook_kind)
             x = intermediate(intermediates, hook_kind.path_in_intermediates)
@@ -248,116 +252,130 @@ class Capture:
                     (*row_and_token_counts, vector_type_of_kind.width), vector_type_of_kind.dtype
                 )
             x = x.reshape(*row_and_token_counts, -1).astype(vector_type_of_kind.dtype)
-            value_bits_of_kinds.append(_unsigned(x))
-        return value_bits_of_kinds
+            value_bit_patterns_of_kinds.append(_unsigned(x))
+        return value_bit_patterns_of_kinds
 
     def write(
         self,
-        buffers: Buffers,
-        plan: Plan,
-        value_bits_of_kinds: Iterable[Array],
+        buffer_by_vector_type: BufferByVectorType,
+        plan: CapturePlan,
+        value_bit_patterns_of_kinds: Iterable[Array],
         micro_batch: Array | None = None,
-    ) -> Buffers:
+    ) -> BufferByVectorType:
         """Writes the values that one layer computes at its hooks to the buffers.
 
         Args:
-            buffers: The buffers; in a pipeline, the buffers of one stage.
+            buffer_by_vector_type: Vector type -> buffer; in a pipeline, the buffers of one stage.
             plan: The plan for this layer alone. It has one slot for each kind: the index on the
                 first axis of the buffer at which the layer's values of this kind are written.
-            value_bits_of_kinds: An array for each kind of hook, in the order of `plan.kinds`: the
-                values as unsigned integers with the same bits, (B, T, width), as `bits_of` returns
-                them.
+            value_bit_patterns_of_kinds: An array for each kind of hook, in the order of
+                `plan.kinds`: the values as unsigned integers with the same bits, (B, T, width), as
+                `bits_of` returns them.
             micro_batch: The number of the micro-batch in a pipeline, () int32, which is the index
                 on the second axis of the buffer; None without a pipeline.
 
         Returns:
             The buffers, which now contain these values.
         """
-        buffers = dict(buffers)
-        for hook_kind, slot_of_kind, value_bits_of_kind in zip(
-            plan.kinds, plan.slots_of_kinds, value_bits_of_kinds, strict=True
+        updated_buffer_by_vector_type = dict(buffer_by_vector_type)
+        for hook_kind, buffer_slot_of_kind, value_bit_patterns_of_kind in zip(
+            plan.kinds, plan.buffer_slots_of_kinds, value_bit_patterns_of_kinds, strict=True
         ):
             vector_type_of_kind = self.vector_type(hook_kind)
-            value_bits_of_kind = self.layout.constrain(value_bits_of_kind, *CAPTURED_AXES)
-            buffer_index = (slot_of_kind,) if micro_batch is None else (slot_of_kind, micro_batch)
-            value_bits_with_buffer_axes = value_bits_of_kind.reshape(
-                *[1] * len(buffer_index), *value_bits_of_kind.shape
+            value_bit_patterns_of_kind = self.layout.constrain(
+                value_bit_patterns_of_kind, *CAPTURED_AXES
             )
-            buffer_of_type = buffers[vector_type_of_kind]
-            buffers[vector_type_of_kind] = lax.dynamic_update_slice(
-                buffer_of_type, value_bits_with_buffer_axes, (*buffer_index, 0, 0, 0)
+            buffer_index = (
+                (buffer_slot_of_kind,)
+                if micro_batch is None
+                else (buffer_slot_of_kind, micro_batch)
             )
-        return buffers
+            bit_patterns_with_buffer_axes = value_bit_patterns_of_kind.reshape(
+                *[1] * len(buffer_index), *value_bit_patterns_of_kind.shape
+            )
+            buffer_of_vector_type = updated_buffer_by_vector_type[vector_type_of_kind]
+            updated_buffer_by_vector_type[vector_type_of_kind] = lax.dynamic_update_slice(
+                buffer_of_vector_type, bit_patterns_with_buffer_axes, (*buffer_index, 0, 0, 0)
+            )
+        return updated_buffer_by_vector_type
 
-    def values(self, buffers: Buffers) -> dict[VectorType, Array]:
+    def values(self, buffer_by_vector_type: BufferByVectorType) -> dict[VectorType, Array]:
         """Returns the values at all hooks after one loop over all layers.
 
         Args:
-            buffers: The buffers, to which the loop has written the values at the hooks of all
-                layers.
+            buffer_by_vector_type: Vector type -> buffer, an array of unsigned integers, (slots, B,
+                T, width). The loop has written the values at the hooks of all layers to the
+                buffers, and the values at the hooks after the last layer have been written as well.
 
         Returns:
-            Vector type -> the values of its hooks, (hooks of this type, B, T, width).
+            Vector type (the width and the dtype of some hooks) -> the values at these hooks in the
+            dtype of the type, (hooks of the type, B, T, width). The hooks are in the order in which
+            they are computed.
         """
         values_by_vector_type = {}
-        for vector_type, hooks_of_type in self.hooks_by_type().items():
-            value_bits_of_type = buffers[vector_type][: len(hooks_of_type)]
+        for vector_type, hooks_of_vector_type in self.hooks_by_vector_type().items():
+            bit_patterns_of_hooks = buffer_by_vector_type[vector_type][: len(hooks_of_vector_type)]
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                value_bits_of_type, vector_type.dtype
+                bit_patterns_of_hooks, vector_type.dtype
             )
         return values_by_vector_type
 
     def values_of_stages(
         self,
-        buffers: Buffers,
+        buffer_by_vector_type: BufferByVectorType,
         rows: int,
         layers_per_stage: int,
-        value_bits_by_kind_after_layers: Mapping[HookKind, Array],
+        bit_patterns_by_kind_after_last_layer: Mapping[HookKind, Array],
     ) -> dict[VectorType, Array]:
         """Returns the values at all hooks after all stages of a pipeline have run their layers.
 
         Args:
-            buffers: The buffers of all stages, to which all layers have written.
+            buffer_by_vector_type: Vector type -> buffer, an array of unsigned integers, (stages,
+                slots, micro-batches, B, T, width). All layers have written to the buffers.
             rows: The number of rows of all micro-batches together.
             layers_per_stage: The number of layers in each stage.
-            value_bits_by_kind_after_layers: Kind of hook after the last layer -> its values as
-                unsigned integers with the same bits, (rows, T, width).
+            bit_patterns_by_kind_after_last_layer: Kind of hook after the last layer -> its values
+                as unsigned integers with the same bits, (rows, T, width).
 
         Returns:
-            Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
+            Vector type (the width and the dtype of some hooks) -> the values at these hooks in the
+            dtype of the type, (hooks of the type, rows, T, width). The hooks are in the order in
+            which they are computed.
         """
         values_by_vector_type = {}
-        for vector_type, hooks_of_type in self.hooks_by_type().items():
-            value_bits_to_join = []
+        for vector_type, hooks_of_vector_type in self.hooks_by_vector_type().items():
+            bit_pattern_arrays: list[Array] = []
             stage_numbers_of_hooks = [
                 hook.layer // layers_per_stage
-                for hook in hooks_of_type
+                for hook in hooks_of_vector_type
                 if not hook.kind.is_after_layers
             ]
             if stage_numbers_of_hooks:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
                 # of the batch. The axis of micro-batches and the axis of their rows are swapped, so
                 # that merging the two axes restores the order of the rows in the batch.
-                value_bits_of_stages = buffers[vector_type].swapaxes(2, 3)
-                value_bits_of_stages = value_bits_of_stages.reshape(
-                    *value_bits_of_stages.shape[:2], rows, *value_bits_of_stages.shape[-2:]
+                bit_patterns_of_pipeline_stages = buffer_by_vector_type[vector_type].swapaxes(2, 3)
+                bit_patterns_of_pipeline_stages = bit_patterns_of_pipeline_stages.reshape(
+                    *bit_patterns_of_pipeline_stages.shape[:2],
+                    rows,
+                    *bit_patterns_of_pipeline_stages.shape[-2:],
                 )
-                value_bits_of_stages = self.layout.constrain(
-                    value_bits_of_stages, "stages", "slots", *LEAVING_AXES
+                bit_patterns_of_pipeline_stages = self.layout.constrain(
+                    bit_patterns_of_pipeline_stages, "stages", "slots", *LEAVING_AXES
                 )
                 hook_counts_of_stages = np.bincount(stage_numbers_of_hooks)
-                value_bits_to_join = [
-                    value_bits_of_stages[stage_number, :hook_count]
+                bit_pattern_arrays = [
+                    bit_patterns_of_pipeline_stages[stage_number, :hook_count]
                     for stage_number, hook_count in enumerate(hook_counts_of_stages)
                 ]
-            for hook in hooks_of_type:
+            for hook in hooks_of_vector_type:
                 if hook.kind.is_after_layers:
-                    value_bits = self.layout.constrain(
-                        value_bits_by_kind_after_layers[hook.kind], *LEAVING_AXES
+                    bit_patterns_of_hook = self.layout.constrain(
+                        bit_patterns_by_kind_after_last_layer[hook.kind], *LEAVING_AXES
                     )
-                    value_bits_to_join.append(value_bits[None])
+                    bit_pattern_arrays.append(bit_patterns_of_hook[None])
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                jnp.concatenate(value_bits_to_join), vector_type.dtype
+                jnp.concatenate(bit_pattern_arrays), vector_type.dtype
             )
         return values_by_vector_type
 

@@ -42,7 +42,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "W_dec": ("head_vocab", "embed"),
     "b_enc": ("head_vocab",),
     "threshold": ("head_vocab",),
-    "score_factor": ("head_vocab",),
+    "feature_score_factors": ("head_vocab",),
     "b_dec": ("hidden",),
     "W_skip": ("hidden", "embed"),
 }
@@ -339,8 +339,8 @@ def _records(
     pre_activations = layout.constrain(pre_activations, *FEATURE_AXES)
     feature_scores = pre_activations
     active_feature_mask = jnp.ones(pre_activations.shape, bool)
-    if autoencoder.score_factor is not None:
-        feature_scores = pre_activations * weights["score_factor"]
+    if autoencoder.feature_score_factors is not None:
+        feature_scores = pre_activations * weights["feature_score_factors"]
     if autoencoder.threshold is not None:
         active_feature_mask &= feature_scores > weights["threshold"]
     if autoencoder.uses_relu:
@@ -376,8 +376,8 @@ def _records(
     squared_error = jnp.square(target_values - reconstruction).sum(axis=-1, keepdims=True)
     target_norm = jnp.sqrt(jnp.square(target_values).sum(axis=-1, keepdims=True))
     feature_values = top_scores
-    if autoencoder.score_factor is not None:
-        feature_values = top_scores / jnp.take(weights["score_factor"], feature_ids)
+    if autoencoder.feature_score_factors is not None:
+        feature_values = top_scores / jnp.take(weights["feature_score_factors"], feature_ids)
     # If a token has fewer active features than `max_codes`, the remaining scores are -inf.
     is_code_active = jnp.isfinite(top_scores)
     feature_ids = jnp.where(is_code_active, feature_ids, autoencoder.features)

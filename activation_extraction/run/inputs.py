@@ -78,7 +78,7 @@ def _autoencoder_digest(forward: Forward) -> str:
         # The digest also includes k, the number of active features of a token, because the files of
         # some autoencoders do not contain k, which is then read from the name of their folder or
         # repository.
-        files_digest = digest_fingerprints(encoder.autoencoder.files)
+        files_digest = digest_fingerprints(encoder.autoencoder.file_paths)
         autoencoder_digest_lines.append(
             f"{encoder.source_hook.name} {encoder.autoencoder.k} {files_digest}\n"
         )
