@@ -9,7 +9,7 @@ prints a line for each instruction of the loop over layers that reads, writes an
 collectives, the bytes sent, the mesh axes, and "hidden" if matrix products or kernels run
 meanwhile, otherwise "exposed". Then it prints the bytes
 of HBM of a whole layer, and their ratio to the bytes that move if weights and tokens move only once
-(see `CostModel.moved_by_layer`).
+(see `CostModel.memory_traffic_per_layer`).
 
 The last line is JSON with the times of a step. The step does not run: the times are its bytes and
 floating-point operations divided by a chip's peak rates.
@@ -168,7 +168,7 @@ def layer_hbm_bytes_if_arrays_move_once(compiled: Compiled) -> float:
     """
     program = compiled.program
     cost_model = CostModel(compiled.model, program.weight_table, compiled.rows, compiled.length)
-    return cost_model.moved_by_layer(compiled.model.layout)
+    return cost_model.memory_traffic_per_layer(compiled.model.layout)
 
 
 def model_of(name: str) -> ModelConfig:

@@ -106,7 +106,7 @@ def test_all_token_ids_are_those_that_the_tokenizer_gives(case, run_of, model):
     read, stored = reread(folder)
     reference = AutoTokenizer.from_pretrained(model)
     rows = ActivationDataset(folder / "out").samples.to_pylist()
-    starts = {tokens.mark_before and tokens.mark_before.samples for tokens in stored}
+    starts = {tokens.mark_before_sample and tokens.mark_before_sample.samples for tokens in stored}
     assert len(starts) > 1 or case == "cut by a limit"
     results = read(stored)
     assert sum(len(tokens.token_ids) for tokens in stored) < 0.5 * sum(map(len, results))

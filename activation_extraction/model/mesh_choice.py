@@ -236,10 +236,10 @@ def cheapest_mesh(
     costs_of_fitting_meshes = [
         cost
         for cost in step_costs
-        if device_memory_bytes is None or cost.memory_bytes <= USABLE * device_memory_bytes
+        if device_memory_bytes is None or cost.needed_memory_bytes <= USABLE * device_memory_bytes
     ]
     if not costs_of_fitting_meshes:
-        cost_with_least_memory = min(step_costs, key=lambda cost: cost.memory_bytes)
+        cost_with_least_memory = min(step_costs, key=lambda cost: cost.needed_memory_bytes)
         memory_phrase = _memory_phrase(cost_with_least_memory, device_memory_bytes)
         return MeshChoice(
             cost_with_least_memory.layout.shape, f"{memory_phrase}; no mesh fits by this estimate"
@@ -340,11 +340,11 @@ def _reason(best_cost: StepCost, device_memory_bytes: float | None) -> str:
     if mesh_shape.keys() == {"data"} and mesh_shape["data"] > 1:
         reasons_for_mesh.append("every device holds all weights and computes its own rows")
     if "fsdp" in mesh_shape:
-        are_gathers_hidden = best_cost.gather_seconds <= best_cost.product_seconds
+        are_gathers_hidden = best_cost.weight_gather_seconds <= best_cost.matrix_product_seconds
         gather_verb = "hide behind" if are_gathers_hidden else "outlast"
         reasons_for_mesh.append(f"gathers of weights {gather_verb} products")
-    if best_cost.exchange_seconds:
-        exchange_percent = 100 * best_cost.exchange_seconds / best_cost.seconds
+    if best_cost.activation_exchange_seconds:
+        exchange_percent = 100 * best_cost.activation_exchange_seconds / best_cost.seconds
         exchange_axes_text = " and ".join(
             axis for axis in mesh_shape if axis in ("expert", "model")
         )
@@ -358,7 +358,7 @@ def _memory_phrase(cost: StepCost, device_memory_bytes: float | None) -> str:
     memory_limit_text = (
         "" if device_memory_bytes is None else f" of {device_memory_bytes / 1e9:.3g}"
     )
-    return f"about {cost.memory_bytes / 1e9:.2g}{memory_limit_text} GB per device"
+    return f"about {cost.needed_memory_bytes / 1e9:.2g}{memory_limit_text} GB per device"
 
 
 def check_divisibility(

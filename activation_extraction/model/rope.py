@@ -85,12 +85,12 @@ class Rope:
             return cls(theta, rope_type, scaling_factor, share=rotated_fraction)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
-            blended_rotation_counts = _llama3_rotation_counts(rope, source)
+            rotation_count_bounds_of_blend = _llama3_rotation_count_bounds(rope, source)
             return cls(
                 theta,
                 rope_type,
                 scaling_factor,
-                blended=blended_rotation_counts,
+                blended=rotation_count_bounds_of_blend,
                 trained=trained_length,
                 share=rotated_fraction,
             )
@@ -99,7 +99,9 @@ class Rope:
             rope_type,
             scaling_factor,
             _attention_factor(rope, scaling_factor, source),
-            _blended_indices(rope, theta, trained_length, int(head_dim * rotated_fraction), source),
+            _bounding_indices_of_blend(
+                rope, theta, trained_length, int(head_dim * rotated_fraction), source
+            ),
             trained_length,
             rotated_fraction,
             rope.get("attn_factor"),
@@ -138,23 +140,24 @@ class Rope:
         frequencies_divided_by_factor = original_frequencies / np.float32(self.factor)
         if self.blended is None:
             return frequencies_divided_by_factor
-        blend_start, blend_end = self.blended
         # YaRN and Llama 3.1 mix each original frequency with the original frequency divided by
         # `factor`. These are the weights of the original frequencies in the mixtures. They are
         # clipped to the range from 0 to 1 below.
         weights_of_original_frequencies: np.ndarray
         if self.rope_type == "llama3":
-            rotations_over_trained_length = (
+            min_rotations_of_blend, max_rotations_of_blend = self.blended
+            rotation_counts_over_trained_length = (
                 np.float32(self.trained / (2 * math.pi)) * original_frequencies
             )
-            weights_of_original_frequencies = (rotations_over_trained_length - blend_start) / (
-                blend_end - blend_start
-            )
+            weights_of_original_frequencies = (
+                rotation_counts_over_trained_length - min_rotations_of_blend
+            ) / (max_rotations_of_blend - min_rotations_of_blend)
         else:
+            index_of_first_blended_frequency, index_of_last_blended_frequency = self.blended
             frequency_indices = np.arange(num_rotated_dims // 2, dtype=np.float32)
-            weights_of_original_frequencies = 1 - (frequency_indices - blend_start) / (
-                blend_end - blend_start
-            )
+            weights_of_original_frequencies = 1 - (
+                frequency_indices - index_of_first_blended_frequency
+            ) / (index_of_last_blended_frequency - index_of_first_blended_frequency)
         weights_of_original_frequencies = np.clip(weights_of_original_frequencies, 0, 1)
         return (
             frequencies_divided_by_factor * (1 - weights_of_original_frequencies)
@@ -285,7 +288,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
     return paper_factor(1.0)
 
 
-def _llama3_rotation_counts(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
+def _llama3_rotation_count_bounds(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
     """Returns the range of frequencies that Llama 3.1 blends, as two numbers of full rotations.
 
     A frequency makes a number of full rotations over the trained context. If this number is below
@@ -304,17 +307,17 @@ def _llama3_rotation_counts(rope: Mapping[str, Any], source: str) -> tuple[float
         InputError: If a number is missing or unusable, or if the smallest number is not below the
             largest number.
     """
-    min_rotations = positive_field(rope, "low_freq_factor", source)
-    max_rotations = positive_field(rope, "high_freq_factor", source)
-    if min_rotations >= max_rotations:
+    low_freq_factor = positive_field(rope, "low_freq_factor", source)
+    high_freq_factor = positive_field(rope, "high_freq_factor", source)
+    if low_freq_factor >= high_freq_factor:
         raise InputError(
-            f"{source}: high_freq_factor {max_rotations} must exceed low_freq_factor "
-            f"{min_rotations}"
+            f"{source}: high_freq_factor {high_freq_factor} must exceed low_freq_factor "
+            f"{low_freq_factor}"
         )
-    return min_rotations, max_rotations
+    return low_freq_factor, high_freq_factor
 
 
-def _blended_indices(
+def _bounding_indices_of_blend(
     rope: Mapping[str, Any], theta: float, trained_length: float, num_rotated_dims: int, source: str
 ) -> tuple[float, float]:
     """Returns the indices of the first and the last frequency that YaRN blends.
@@ -331,43 +334,46 @@ def _blended_indices(
         source: The path of config.json, for messages.
 
     Returns:
-        The index of the first frequency that is blended.
-        The index of the last frequency that is blended.
+        A tuple of:
+            The index of the first frequency that is blended.
+            The index of the last frequency that is blended.
 
     Raises:
         InputError: If a number is unusable, or no index can be computed from the numbers.
     """
 
     def index_with_rotations(num_rotations: float) -> float:
-        """Returns the index of the frequency with a number of rotations over the trained context.
+        """Returns the index of the rotary frequency that makes a certain number of full rotations.
 
         The index need not be an integer.
 
         Args:
-            num_rotations: The number of full rotations that the frequency makes.
+            num_rotations: The number of full rotations over the trained context.
         """
         tokens_per_radian = trained_length / (num_rotations * 2 * math.pi)
         return num_rotated_dims * math.log(tokens_per_radian) / (2 * math.log(theta))
 
-    rotation_counts_at_ends_of_blended_range: list[float] = []
+    rotation_count_bounds_of_blend: list[float] = []
     for beta_field, default_num_rotations in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
-        rotation_counts_at_ends_of_blended_range.append(
+        rotation_count_bounds_of_blend.append(
             positive_field(rope, beta_field, source)
             if rope.get(beta_field)
             else default_num_rotations
         )
     try:
-        first_blended_index, last_blended_index = map(
-            index_with_rotations, rotation_counts_at_ends_of_blended_range
+        index_of_first_blended_frequency, index_of_last_blended_frequency = map(
+            index_with_rotations, rotation_count_bounds_of_blend
         )
         if rope.get("truncate", True):
-            first_blended_index = math.floor(first_blended_index)
-            last_blended_index = math.ceil(last_blended_index)
+            index_of_first_blended_frequency = math.floor(index_of_first_blended_frequency)
+            index_of_last_blended_frequency = math.ceil(index_of_last_blended_frequency)
     except ArithmeticError:  # because theta is 1, or a beta is almost 0
         raise InputError(f"{source}: no YaRN can be computed from {dict(rope)}") from None
-    first_blended_index = max(first_blended_index, 0)
-    last_blended_index = float(min(last_blended_index, num_rotated_dims - 1))
+    index_of_first_blended_frequency = max(index_of_first_blended_frequency, 0)
+    index_of_last_blended_frequency = float(
+        min(index_of_last_blended_frequency, num_rotated_dims - 1)
+    )
     # The difference of the indices is a divisor, so it must not be 0.
-    if first_blended_index == last_blended_index:
-        last_blended_index += 0.001
-    return first_blended_index, last_blended_index
+    if index_of_first_blended_frequency == index_of_last_blended_frequency:
+        index_of_last_blended_frequency += 0.001
+    return index_of_first_blended_frequency, index_of_last_blended_frequency

@@ -4,15 +4,19 @@
 mesh_choice.py uses the estimates for `--mesh_type auto`, and run/estimate.py for `--plan`. A device
 needs this time for a step:
 
-    seconds = max(product_seconds, hbm_seconds, gather_seconds) + exchange_seconds
+    seconds = (
+        max(matrix_product_seconds, hbm_seconds, weight_gather_seconds)
+        + activation_exchange_seconds
+    )
 
-`product_seconds` is the number of floating-point operations of the matrix products, divided by the
-chip's peak speed. `hbm_seconds` is the number of bytes that the products read and write, divided by
-the bandwidth of the chip's memory (HBM). It is the largest term if a device has few tokens for each
-of many experts. `gather_seconds` is the number of bytes of weights that a device receives along
-`fsdp`, divided by the speed of its links. Weights are gathered while other products are computed.
-`exchange_seconds` is the time of sending activations along `model` and `expert`. It is added,
-although some exchanges along `expert` overlap with the products of the experts.
+`matrix_product_seconds` is the number of floating-point operations of the matrix products, divided
+by the chip's peak speed. `hbm_seconds` is the number of bytes that the products read and write,
+divided by the bandwidth of the chip's memory (HBM). It is the largest term if a device has few
+tokens for each of many experts. `weight_gather_seconds` is the number of bytes of weights that a
+device receives along `fsdp`, divided by the speed of its links. Weights are gathered while other
+products are computed. `activation_exchange_seconds` is the time of sending activations along
+`model` and `expert`. It is added, although some exchanges along `expert` overlap with the products
+of the experts.
 
 Gathers of weights take no extra time if a device has enough tokens. With t tokens on a device, b
 bytes per weight, and a chip with F operations and L received bytes per second, the weights of a
@@ -51,38 +55,39 @@ class StepCost(NamedTuple):
 
     Attributes:
         layout: Layout of the mesh.
-        memory_bytes: Bytes of memory that a device needs.
-        product_seconds: Duration of the matrix products in seconds.
+        needed_memory_bytes: Bytes of memory that a device needs.
+        matrix_product_seconds: Duration of the matrix products in seconds.
         hbm_seconds: Duration of reading and writing the device's memory in seconds.
-        gather_seconds: Duration of receiving weights along the mesh axis `fsdp` in seconds.
-        exchange_seconds: Duration of exchanging activations along the mesh axes `model` and
-            `expert` in seconds.
+        weight_gather_seconds: Duration of receiving weights along the mesh axis `fsdp` in seconds.
+        activation_exchange_seconds: Duration of exchanging activations along the mesh axes `model`
+            and `expert` in seconds.
     """
 
     layout: Layout
-    memory_bytes: float
-    product_seconds: float
+    needed_memory_bytes: float
+    matrix_product_seconds: float
     hbm_seconds: float
-    gather_seconds: float
-    exchange_seconds: float
+    weight_gather_seconds: float
+    activation_exchange_seconds: float
 
     @property
     def seconds(self) -> float:
         """The duration of the step in seconds, by the formula in this module's docstring."""
         seconds_of_overlapping_work = max(
-            self.product_seconds, self.hbm_seconds, self.gather_seconds
+            self.matrix_product_seconds, self.hbm_seconds, self.weight_gather_seconds
         )
-        return seconds_of_overlapping_work + self.exchange_seconds
+        return seconds_of_overlapping_work + self.activation_exchange_seconds
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Estimates the memory and the time that each device needs for one step of a model.
 
-    The mesh may be any mesh without the axis `pipeline`.
+    The methods take the layout of a mesh as an argument. This mesh may have any axes except
+    `pipeline`.
 
     Attributes:
-        model: Model with its hooks. The mesh of the model is ignored.
+        model: Model with its hooks. Its own layout is ignored.
         weight_spec_by_path: Path of each parameter of the model -> its `WeightSpec`, which contains
             the shape and the logical axes of the parameter.
         num_rows: Number of rows in the step, of all hosts together.
@@ -113,15 +118,19 @@ class CostModel:
         bytes_per_second_by_axis = {
             axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES
         }
-        exchange_seconds = self._bytes_along_model(layout) / bytes_per_second_by_axis["model"]
-        exchange_seconds += self._bytes_along_expert(layout) / bytes_per_second_by_axis["expert"]
+        activation_exchange_seconds = (
+            self._bytes_along_model(layout) / bytes_per_second_by_axis["model"]
+        )
+        activation_exchange_seconds += (
+            self._bytes_along_expert(layout) / bytes_per_second_by_axis["expert"]
+        )
         return StepCost(
             layout,
-            memory_bytes=self.memory_bytes(layout),
-            product_seconds=seconds_on_one_device / layout.size(*AXES, "query"),
-            hbm_seconds=self._moved_bytes(layout) / chip.memory_bytes_per_second,
-            gather_seconds=self._gathered_bytes(layout) / bytes_per_second_by_axis["fsdp"],
-            exchange_seconds=exchange_seconds,
+            needed_memory_bytes=self.needed_memory_bytes(layout),
+            matrix_product_seconds=seconds_on_one_device / layout.size(*AXES, "query"),
+            hbm_seconds=self._memory_traffic_bytes(layout) / chip.memory_bytes_per_second,
+            weight_gather_seconds=self._gathered_bytes(layout) / bytes_per_second_by_axis["fsdp"],
+            activation_exchange_seconds=activation_exchange_seconds,
         )
 
     @cached_property
@@ -139,7 +148,7 @@ class CostModel:
             flop_counts_and_dtypes.append((num_tokens * encoder.flops, encoder.autoencoder.dtype))
         return flop_counts_and_dtypes
 
-    def memory_bytes(self, layout: Layout) -> float:
+    def needed_memory_bytes(self, layout: Layout) -> float:
         """Returns the bytes of memory that a device needs for the step.
 
         They include weights, gathered layers, the intermediate activations of a layer, the
@@ -150,9 +159,9 @@ class CostModel:
         """
         model_config = self.model.config
         num_devices_along_model_axes = layout.size(*MODEL_AXES)
-        # The number of weight values on a device. Weights and activations have the model's dtype.
-        # The values of activations are counted per token in `activation_values_per_token`.
-        num_weight_values = float(
+        # The number of weight values on a device. It can be added to the number of activation
+        # values, because weights and activations both have the model's dtype.
+        num_weight_values_on_device = float(
             sum(
                 _values_on_device(layout, weight_spec)
                 for weight_spec in self.weight_spec_by_path.values()
@@ -161,7 +170,7 @@ class CostModel:
         if layout.size("fsdp") > 1:
             # A device gathers the whole weights of the next layer while it computes a layer, so it
             # stores the whole weights of two layers.
-            num_weight_values += 2 * self._largest_layer(layout)
+            num_weight_values_on_device += 2 * self._largest_layer(layout)
         activation_values_per_token = (
             6 * model_config.hidden_size
             + 4 * model_config.sizes.get("F", 0) // num_devices_along_model_axes
@@ -176,6 +185,7 @@ class CostModel:
                 + model_config.experts.width // num_devices_along_model_axes
             )
             activation_values_per_token += expert_rows_per_token * activation_values_per_expert_row
+        num_logit_block_values = 0.0
         if self.model.predicts:
             # To compute a block of logits, a device gathers the parts of the LM head that are split
             # along the mesh axis fsdp.
@@ -186,10 +196,10 @@ class CostModel:
             num_gathered_lm_head_values = _values_on_device(
                 layout, lm_head_weight_spec, unsplit_axis="fsdp"
             )
-            num_weight_values += num_gathered_lm_head_values - _values_on_device(
+            num_weight_values_on_device += num_gathered_lm_head_values - _values_on_device(
                 layout, lm_head_weight_spec
             )
-            num_weight_values += (
+            num_logit_block_values = (
                 6 * TOKENS_OF_A_BLOCK * lm_head_weight_spec.shape[0] / num_devices_along_model_axes
             )
         size_by_axis_letter = model_config.sizes_with(self.row_length)
@@ -208,7 +218,9 @@ class CostModel:
         )
         encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
         num_values_of_model_dtype = (
-            num_weight_values + self._tokens_on_device(layout) * activation_values_per_token
+            num_weight_values_on_device
+            + num_logit_block_values
+            + self._tokens_on_device(layout) * activation_values_per_token
         )
         return (
             self.model.dtype.itemsize * num_values_of_model_dtype
@@ -216,7 +228,7 @@ class CostModel:
             + encoder_bytes
         )
 
-    def moved_by_layer(self, layout: Layout) -> float:
+    def memory_traffic_per_layer(self, layout: Layout) -> float:
         """Returns the bytes that a device reads from and writes to its memory per layer of a step.
 
         The result is an average over the layers. Each weight counts once, and so do the input and
@@ -230,19 +242,21 @@ class CostModel:
         Args:
             layout: The layout of the mesh.
         """
-        moved_bytes = sum(
+        memory_traffic_bytes_of_layers = sum(
             self._weight_traffic(layout, parameter_path, weight_spec)
             for parameter_path, weight_spec in self.weight_spec_by_path.items()
             if parameter_path[0] == "layers"
         )
-        return (moved_bytes + self._bytes_along_expert(layout)) / self.model.num_layers
+        return (
+            memory_traffic_bytes_of_layers + self._bytes_along_expert(layout)
+        ) / self.model.num_layers
 
-    def _moved_bytes(self, layout: Layout) -> float:
+    def _memory_traffic_bytes(self, layout: Layout) -> float:
         """Returns the bytes that a device reads from and writes to its memory in a step."""
-        moved_bytes = self._bytes_along_expert(layout)
+        memory_traffic_bytes = self._bytes_along_expert(layout)
         for parameter_path, weight_spec in self.weight_spec_by_path.items():
-            moved_bytes += self._weight_traffic(layout, parameter_path, weight_spec)
-        return moved_bytes
+            memory_traffic_bytes += self._weight_traffic(layout, parameter_path, weight_spec)
+        return memory_traffic_bytes
 
     def _weight_traffic(self, layout: Layout, path: ParamPath, weight_spec: WeightSpec) -> float:
         """Returns the bytes that a device reads and writes for products with one parameter.
@@ -260,9 +274,9 @@ class CostModel:
         hidden_size = self.model.config.hidden_size
         num_gathered_values = _values_on_device(layout, weight_spec, unsplit_axis="fsdp")
         num_values_before_gather = _values_on_device(layout, weight_spec)
-        num_moved_values = float(num_gathered_values)
+        num_read_and_written_values = float(num_gathered_values)
         if num_values_before_gather < num_gathered_values:
-            num_moved_values += num_values_before_gather + num_gathered_values
+            num_read_and_written_values += num_values_before_gather + num_gathered_values
         num_layers, *weight_axis_sizes = weight_spec.shape
         if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
             num_products_of_vector_and_matrix = num_layers * self._tokens_on_device(layout)
@@ -270,20 +284,20 @@ class CostModel:
                 num_products_of_vector_and_matrix *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
             # Each product of a token's vector and a weight matrix reads an input vector from memory
-            # and writes an output vector to memory. One of the two vectors has `hidden_size`
-            # values. The number of values of the other vector is the number of weights in the
-            # matrix, divided by `hidden_size`.
-            num_moved_values_per_product = math.prod(weight_axis_sizes) / hidden_size
+            # and writes an output vector to memory. The values of both vectors are counted. One of
+            # the vectors has `hidden_size` values, which are added below. The other vector has as
+            # many values as the matrix has weights, divided by `hidden_size`.
+            num_vector_values_per_matrix_product = math.prod(weight_axis_sizes) / hidden_size
             # The vector with `hidden_size` values is the input of both up_proj and gate_proj. It is
             # only counted for gate_proj, because the two products read it together.
             if "up_proj" not in path:
-                num_moved_values_per_product += hidden_size
-            num_moved_values += (
+                num_vector_values_per_matrix_product += hidden_size
+            num_read_and_written_values += (
                 num_products_of_vector_and_matrix
-                * num_moved_values_per_product
+                * num_vector_values_per_matrix_product
                 / layout.size(*MODEL_AXES)
             )
-        return self.model.dtype.itemsize * num_moved_values
+        return self.model.dtype.itemsize * num_read_and_written_values
 
     def _bytes_along_expert(self, layout: Layout) -> float:
         """Returns the bytes that a device receives along the mesh axis `expert` in a step.
@@ -346,10 +360,10 @@ class CostModel:
         gathered from them twice.
         """
         num_devices_along_model_axes = layout.size(*MODEL_AXES)
-        num_stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
-        stream_bytes = self.model.dtype.itemsize * num_stream_values
+        num_residual_stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
+        residual_stream_bytes = self.model.dtype.itemsize * num_residual_stream_values
         sent_fraction = (num_devices_along_model_axes - 1) / num_devices_along_model_axes
-        return 4 * self.model.num_layers * stream_bytes * sent_fraction
+        return 4 * self.model.num_layers * residual_stream_bytes * sent_fraction
 
     def _tokens_on_device(self, layout: Layout) -> float:
         """Returns the number of tokens that a device computes in a step.
@@ -406,13 +420,15 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
     num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
-    # The axis divides the devices of the mesh, in their order, into blocks of consecutive devices.
-    # A device only exchanges data along the axis with devices of its own block. If the mesh lacks
-    # the axis, each block is a single device.
-    axes_within_block = axis_names[axis_names.index(axis) :] if axis in axis_names else ()
-    devices_per_block = layout.size(*axes_within_block)
-    # Fast links connect sets of `linked` consecutive devices. If this number is a multiple of the
-    # number of devices in a block, each block lies within one of these sets.
+    # The last axis of the mesh varies fastest over the devices in their order. So devices that only
+    # differ in `axis` and later axes are a block of consecutive devices. A device exchanges data
+    # along `axis` only with devices of its own block. If the mesh lacks the axis, each block is a
+    # single device.
+    axis_and_later_axes = axis_names[axis_names.index(axis) :] if axis in axis_names else ()
+    devices_per_block = layout.size(*axis_and_later_axes)
+    # The devices of a block, which are consecutive, exchange data with each other. Fast links
+    # connect each set of `linked` consecutive devices. If `linked` is a multiple of the number of
+    # devices in a block, each block lies within one set, so its devices use fast links only.
     if linked % devices_per_block == 0:
         return chip.link_bytes_per_second * num_links_used
     return chip.network_bytes_per_second

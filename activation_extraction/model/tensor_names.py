@@ -65,7 +65,8 @@ def tensors_of_language_model(names_in_checkpoint: Iterable[str], source: str) -
 
     Args:
         names_in_checkpoint: The names of tensors in the checkpoint.
-        source: The path of the checkpoint or of the file, for the message.
+        source: The flag of the checkpoint with its value, or the path or URL of the weight file
+            that contains the tensors. The error message begins with it.
 
     Returns:
         Name of a tensor in the language model (see `name_in_language_model`) -> its name in the

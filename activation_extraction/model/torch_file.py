@@ -107,7 +107,7 @@ class _Unpickler(AllowListUnpickler):
         ):
             raise ValueError("the archive is compressed")
         pickle_names = [
-            archive_name for archive_name in archive.namelist() if archive_name.endswith("data.pkl")
+            member_name for member_name in archive.namelist() if member_name.endswith("data.pkl")
         ]
         (pickle_name,) = pickle_names
         super().__init__(io.BytesIO(archive.read(pickle_name)))

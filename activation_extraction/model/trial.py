@@ -158,14 +158,15 @@ def choose_kernel(
             return Choice(kernel_name, candidate_kernel)
         try:
             with jax.default_device(jax.local_devices()[0]):
-                relative_error = largest_error(candidate_kernel, make_trials())
-            if relative_error <= tolerance:
+                largest_relative_error = largest_error(candidate_kernel, make_trials())
+            if largest_relative_error <= tolerance:
                 log.info(
                     "%s: %s, which agrees with its definition on this device", kind, kernel_name
                 )
                 return Choice(kernel_name, candidate_kernel, rejection_reason_by_kernel)
             reason_for_rejection = (
-                f"it differs from the definition by {relative_error:.2g} (allowed: {tolerance:.2g})"
+                f"it differs from the definition by {largest_relative_error:.2g} "
+                f"(allowed: {tolerance:.2g})"
             )
         except Exception as failure:
             # A kernel or its compiler may raise any exception, and the next candidate may work.
@@ -250,10 +251,11 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     # The numbers of devices over which the queries of a row and the attention heads are split.
     num_devices_splitting_queries = layout.size("query")
     num_devices_splitting_heads = layout.size("model")
-    num_queries_of_device = length // num_devices_splitting_queries
-    if num_queries_of_device > 2 * LENGTH_MODULUS:
-        num_queries_of_device = 2 * LENGTH_MODULUS + num_queries_of_device % LENGTH_MODULUS
-    num_keys = num_queries_of_device * num_devices_splitting_queries
+    num_queries_on_device = length // num_devices_splitting_queries
+    num_trial_queries = num_queries_on_device
+    if num_queries_on_device > 2 * LENGTH_MODULUS:
+        num_trial_queries = 2 * LENGTH_MODULUS + num_queries_on_device % LENGTH_MODULUS
+    num_keys = num_trial_queries * num_devices_splitting_queries
     head_dim = config.head_dim
     rng = np.random.default_rng(0)
     draw_normal = partial(_normal, rng, dtype, 2, num_keys)
@@ -264,13 +266,16 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     )
     k = draw_normal(config.num_key_value_heads // num_devices_splitting_heads, head_dim)
     v = draw_normal(config.num_key_value_heads // num_devices_splitting_heads, head_dim)
-    window_argument_choices: list[tuple[int, ...]] = [()]
+    # The arguments for the sliding window with which attention is called: none, or its length.
+    window_args_to_try: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
-        window_argument_choices.append((min(config.sliding_window, max(num_keys // 6, 1)),))
-    for window_arguments in window_argument_choices:
-        for first_query_index in range(0, num_keys, num_queries_of_device):
-            query_slice = slice(first_query_index, first_query_index + num_queries_of_device)
-            first_query_argument = (
+        window_args_to_try.append((min(config.sliding_window, max(num_keys // 6, 1)),))
+    for window_args in window_args_to_try:
+        for first_query_index in range(0, num_keys, num_trial_queries):
+            query_slice = slice(first_query_index, first_query_index + num_trial_queries)
+            # In the candidate, an int is constant at compilation, and an array is traced, as in the
+            # run: the index of a row's first query differs between devices if they split queries.
+            static_or_traced_first_query_index = (
                 first_query_index
                 if num_devices_splitting_queries == 1
                 else jnp.int32(first_query_index)
@@ -279,8 +284,8 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
             attention_arrays = q[:, query_slice], k, v, Segments(query_segment_ids, segment_ids)
             attention_arguments = (
                 *attention_arrays,
-                first_query_argument,
-                *window_arguments,
+                static_or_traced_first_query_index,
+                *window_args,
             )
             yield Trial(dense_attention, attention_arguments, query_segment_ids > 0)
 
@@ -302,30 +307,40 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
         dtype: The dtype of the tokens and weights.
     """
     weight_shape = config.experts.count, config.hidden_size, config.experts.width
-    num_experts, hidden_size, expert_width = layout.shard_shape(
+    num_experts_on_device, hidden_size, expert_width_on_device = layout.shard_shape(
         ("experts", "hidden", "mlp"), weight_shape
     )
-    num_experts = min(num_experts, MAX_EXPERTS)
+    num_trial_experts = min(num_experts_on_device, MAX_EXPERTS)
     rng = np.random.default_rng(0)
     token_counts_of_experts = [
-        (expert_number + 1) * 67 % 300 for expert_number in range(num_experts)
+        (expert_number + 1) * 67 % 300 for expert_number in range(num_trial_experts)
     ]
-    if num_experts > 2:
+    if num_trial_experts > 2:
         token_counts_of_experts[2] = 0
     # Experts of other devices have numbers outside of this device's range, such as the last two.
-    expert_numbers = [*range(num_experts), num_experts, -1]
+    expert_numbers = [*range(num_trial_experts), num_trial_experts, -1]
     # Experts 0, 1 and so on are chosen as often as `token_counts_of_experts` tells. The two experts
     # of other devices are chosen 70 times each, or one of them 71 times, because the number of all
     # choices must be even: each token makes two choices.
     choice_counts_of_experts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
-    chosen_experts_in_order = np.repeat(expert_numbers, choice_counts_of_experts)
-    chosen_experts = rng.permutation(chosen_experts_in_order).reshape(-1, 2).astype(np.int32)
+    unshuffled_expert_choices = np.repeat(expert_numbers, choice_counts_of_experts)
+    chosen_experts = rng.permutation(unshuffled_expert_choices).reshape(-1, 2).astype(np.int32)
     routing_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
     draw_normal = partial(_normal, rng, dtype)
     x = draw_normal(len(chosen_experts), hidden_size)
-    gate_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
-    up_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
-    down_weights = draw_normal(2, num_experts, expert_width, hidden_size, scale=expert_width**-0.5)
+    gate_weights = draw_normal(
+        2, num_trial_experts, hidden_size, expert_width_on_device, scale=hidden_size**-0.5
+    )
+    up_weights = draw_normal(
+        2, num_trial_experts, hidden_size, expert_width_on_device, scale=hidden_size**-0.5
+    )
+    down_weights = draw_normal(
+        2,
+        num_trial_experts,
+        expert_width_on_device,
+        hidden_size,
+        scale=expert_width_on_device**-0.5,
+    )
     weight_stacks = Stacks(jnp.int32(1), gate_weights, up_weights, down_weights)
     expert_arguments = x, jnp.asarray(routing_weights), jnp.asarray(chosen_experts), weight_stacks
     yield Trial(one_expert_after_the_other, expert_arguments, jnp.ones(len(x), bool))
@@ -346,14 +361,14 @@ def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tria
     """
     delta_net_config = config.delta
     segment_ids = _segments(DELTA_TOKENS)
-    (num_key_heads,) = layout.shard_shape(("key_heads",), (delta_net_config.key_heads,))
-    num_key_heads = min(num_key_heads, MAX_KEY_HEADS)
-    value_heads_shape = num_key_heads, delta_net_config.values_per_key
+    (num_key_heads_on_device,) = layout.shard_shape(("key_heads",), (delta_net_config.key_heads,))
+    num_trial_key_heads = min(num_key_heads_on_device, MAX_KEY_HEADS)
+    value_heads_shape = num_trial_key_heads, delta_net_config.values_per_key
     rng = np.random.default_rng(0)
     draw_normal = partial(_normal, rng, dtype, *segment_ids.shape)
     draw_float32_normal = partial(_normal, rng, jnp.float32, *segment_ids.shape)
-    q = draw_normal(num_key_heads, delta_net_config.key_size)
-    k = draw_normal(num_key_heads, delta_net_config.key_size)
+    q = draw_normal(num_trial_key_heads, delta_net_config.key_size)
+    k = draw_normal(num_trial_key_heads, delta_net_config.key_size)
     v = draw_normal(*value_heads_shape, delta_net_config.value_size)
     decay_rates = np.geomspace(0.01, 1, math.prod(value_heads_shape), dtype=np.float32)
     log_decay = -decay_rates.reshape(value_heads_shape) * jax.nn.softplus(

@@ -180,18 +180,18 @@ class RemoteFile(WeightFile):
             axis_slice.indices(axis_size)[:2]
             for axis_slice, axis_size in zip(index, tensor_shape, strict=True)
         ]
-        range_axis, offset_ranges = byte_ranges(header_entry, bounds_of_axes)
+        last_sliced_axis, offset_ranges = byte_ranges(header_entry, bounds_of_axes)
         downloaded_content = np.empty(
             sum(range_stop - range_start for range_start, range_stop in offset_ranges), np.uint8
         )
         # A request is the offset of its first byte in the file, and the view of
         # `downloaded_content` that it fills.
-        offset_and_buffer_of_requests: list[tuple[int, np.ndarray]] = []
+        offsets_and_buffers_of_requests: list[tuple[int, np.ndarray]] = []
         requested_byte_count = 0
         for range_start, range_stop in offset_ranges:
             for request_offset in range(range_start, range_stop, REQUEST_BYTES):
                 request_byte_count = min(REQUEST_BYTES, range_stop - request_offset)
-                offset_and_buffer_of_requests.append(
+                offsets_and_buffers_of_requests.append(
                     (
                         request_offset,
                         downloaded_content[
@@ -207,29 +207,35 @@ class RemoteFile(WeightFile):
                 self.read_bytes(first_byte_offset, first_byte_offset + target_buffer.size), np.uint8
             )
 
-        for _ in _connections().map(fill, offset_and_buffer_of_requests):
+        for _ in _connections().map(fill, offsets_and_buffers_of_requests):
             pass
-        # The axes after `range_axis` were downloaded whole, so the index is applied to them here.
+        # The axes after `last_sliced_axis` were downloaded whole, so the index is applied to them
+        # here.
         lengths_of_axes = [
-            range_stop - range_start for range_start, range_stop in bounds_of_axes[: range_axis + 1]
+            range_stop - range_start
+            for range_start, range_stop in bounds_of_axes[: last_sliced_axis + 1]
         ]
         downloaded_part = downloaded_content.view(header_entry.dtype).reshape(
-            *lengths_of_axes, *tensor_shape[range_axis + 1 :]
+            *lengths_of_axes, *tensor_shape[last_sliced_axis + 1 :]
         )
         return downloaded_part[
-            (slice(None),) * len(lengths_of_axes) + tuple(index[range_axis + 1 :])
+            (slice(None),) * len(lengths_of_axes) + tuple(index[last_sliced_axis + 1 :])
         ]
 
 
 def byte_ranges(
     tensor: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Returns the ranges of bytes to read for a part of a tensor.
+    """Returns the ranges of bytes to download for a part of a tensor.
 
-    The function chooses one axis of the tensor. For each combination of indices on the axes before
-    it, there is one range, which covers the bounds of the part on the chosen axis. The axes after
-    it are read whole, because reading unneeded bytes takes less time than more requests (see
-    GAP_BYTES).
+    The download is sliced along the first axes of the tensor, up to a last sliced axis, and
+    contains all later axes whole. There is one range for each combination of the part's indices on
+    the axes before the last sliced axis. The range covers the bounds of the part on the last sliced
+    axis.
+
+    The last sliced axis is at least axis 0. The function goes on to the next axis as long as
+    slicing the next axis leaves gaps of at least GAP_BYTES bytes between the ranges. Smaller gaps
+    are downloaded, because this takes less time than another request.
 
     Args:
         tensor: The description of the tensor in the header of the file.
@@ -237,7 +243,7 @@ def byte_ranges(
 
     Returns:
         A tuple of:
-            The number of the chosen axis.
+            The number of the last sliced axis, from 0.
             The ranges, each as a tuple of the offsets in the file of its first byte and of the byte
                 after it.
     """
@@ -245,16 +251,18 @@ def byte_ranges(
     byte_strides = [
         tensor.dtype.itemsize * math.prod(tensor.shape[axis + 1 :]) for axis in range(len(bounds))
     ]
-    range_axis = 0
-    while range_axis + 1 < len(bounds):
-        next_axis_start, next_axis_stop = bounds[range_axis + 1]
-        needed_byte_count = (next_axis_stop - next_axis_start) * byte_strides[range_axis + 1]
-        if byte_strides[range_axis] - needed_byte_count < GAP_BYTES:
+    last_sliced_axis = 0
+    while last_sliced_axis + 1 < len(bounds):
+        next_axis_start, next_axis_stop = bounds[last_sliced_axis + 1]
+        needed_byte_count = (next_axis_stop - next_axis_start) * byte_strides[last_sliced_axis + 1]
+        if byte_strides[last_sliced_axis] - needed_byte_count < GAP_BYTES:
             break
-        range_axis += 1
-    range_start, range_stop = bounds[range_axis]
+        last_sliced_axis += 1
+    range_start, range_stop = bounds[last_sliced_axis]
     offset_ranges = []
-    for outer_indices in product(*(range(*axis_bounds) for axis_bounds in bounds[:range_axis])):
+    for outer_indices in product(
+        *(range(*axis_bounds) for axis_bounds in bounds[:last_sliced_axis])
+    ):
         byte_offsets_along_outer_axes = [
             outer_index * byte_stride
             for outer_index, byte_stride in zip(outer_indices, byte_strides, strict=False)
@@ -262,11 +270,11 @@ def byte_ranges(
         byte_offset_of_outer_indices = tensor.offset + sum(byte_offsets_along_outer_axes)
         offset_ranges.append(
             (
-                byte_offset_of_outer_indices + range_start * byte_strides[range_axis],
-                byte_offset_of_outer_indices + range_stop * byte_strides[range_axis],
+                byte_offset_of_outer_indices + range_start * byte_strides[last_sliced_axis],
+                byte_offset_of_outer_indices + range_stop * byte_strides[last_sliced_axis],
             )
         )
-    return range_axis, offset_ranges
+    return last_sliced_axis, offset_ranges
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -47,15 +47,16 @@ class TensorSlice(NamedTuple):
     Attributes:
         axis: Axis of the tensor along which the parameters are concatenated.
         start: Index on the axis `axis` at which the slice begins.
-        axis_size: Size of the tensor along this axis.
+        full_axis_size: Size of the tensor along this axis.
         is_per_head: Whether the axis contains one head after the other, and the parameter consists
-            of one slice per head. If so, `start` and `axis_size` refer to a single head, and the
-            parameter has an axis of heads directly after its stacked axes.
+            of one slice per head. If so, `start` and `full_axis_size` refer to a single head, and
+            the parameter has an axis of heads directly after the leading axes along which layers
+            (and experts) are stacked.
     """
 
     axis: int
     start: int
-    axis_size: int
+    full_axis_size: int
     is_per_head: bool = False
 
 
@@ -100,7 +101,7 @@ class WeightSpec:
         tensor_shape = [axis_stop - axis_start for axis_start, axis_stop in bounds_of_axes]
         if self.tensor_slice is not None:
             head_count = self.shape[self.num_stacked_axes] if self.tensor_slice.is_per_head else 1
-            tensor_shape[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
+            tensor_shape[self.tensor_slice.axis] = self.tensor_slice.full_axis_size * head_count
         return tuple(tensor_shape)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
@@ -112,8 +113,9 @@ class WeightSpec:
         Args:
             ranges: The range of the part on each axis of the parameter after its stacked axes. On
                 head_dim, the range must be the whole axis, which the mesh never splits. If
-                `tensor_slice.is_per_head` is set, the range on the axis of heads must contain a
-                single head, unless the caller only uses the bounds on the other axes.
+                `tensor_slice.is_per_head` is set, the slices of two heads are not adjacent in the
+                tensor. So the range on the axis of heads must then contain a single head, unless
+                the caller ignores the returned start and stop on the tensor's axis of heads.
 
         Returns:
             The start and stop of the slice on each axis of the tensor.
@@ -132,13 +134,13 @@ class WeightSpec:
         if self.reverses_axes:
             bounds_of_axes[-2], bounds_of_axes[-1] = bounds_of_axes[-1], bounds_of_axes[-2]
         if self.tensor_slice is not None:
-            sliced_axis, slice_offset, axis_size, is_sliced_per_head = self.tensor_slice
+            sliced_axis, slice_offset, full_axis_size, is_sliced_per_head = self.tensor_slice
             slice_start, slice_stop = bounds_of_axes[sliced_axis]
-            # On the sliced axis, each head has `axis_size` values in the tensor, but only some of
-            # them are in the slice. So the offset also skips the values of earlier heads that are
-            # not in the slice.
+            # On the sliced axis, each head has `full_axis_size` values in the tensor, but only some
+            # of them are in the slice. So the offset also skips the values of earlier heads that
+            # are not in the slice.
             if is_sliced_per_head:
-                slice_offset += ranges[0].start * (axis_size - (slice_stop - slice_start))
+                slice_offset += ranges[0].start * (full_axis_size - (slice_stop - slice_start))
             bounds_of_axes[sliced_axis] = slice_start + slice_offset, slice_stop + slice_offset
         return bounds_of_axes
 
@@ -216,36 +218,39 @@ class WeightSpec:
         """
         stack_ranges = ranges[: self.num_stacked_axes]
         tensor_ranges = [*ranges[self.num_stacked_axes :]]
-        head_range = tensor_ranges[0]  # the range of heads, used if `is_filled_per_head`
-        is_filled_per_head = self.tensor_slice is not None and self.tensor_slice.is_per_head
-        # `target[stack_index]` is filled from one tensor. If `is_filled_per_head`, the last number
-        # in `stack_index` is a head, and only the values of this head are read.
-        for stack_index in np.ndindex(target.shape[: self.num_stacked_axes + is_filled_per_head]):
+        head_range = tensor_ranges[0]  # the range of heads, used if `is_sliced_per_head`
+        is_sliced_per_head = self.tensor_slice is not None and self.tensor_slice.is_per_head
+        # `target[index_in_leading_axes]` is filled from one tensor. If `is_sliced_per_head`, the
+        # last number in `index_in_leading_axes` is a head, and only the values of this head are
+        # read.
+        for index_in_leading_axes in np.ndindex(
+            target.shape[: self.num_stacked_axes + is_sliced_per_head]
+        ):
             # `hf_names` lists the tensors of all layers (and experts) of the parameter, in the
             # row-major order of its stacked axes.
-            index_in_hf_names = 0
-            for axis_length, axis_range, index_in_part in zip(
-                self.shape, stack_ranges, stack_index, strict=False
+            hf_name_index = 0
+            for axis_length, axis_range, index_in_stack_range in zip(
+                self.shape, stack_ranges, index_in_leading_axes, strict=False
             ):
-                index_in_hf_names = index_in_hf_names * axis_length + axis_range[index_in_part]
-            if index_in_hf_names >= len(self.hf_names):
-                target[stack_index] = 0
+                hf_name_index = hf_name_index * axis_length + axis_range[index_in_stack_range]
+            if hf_name_index >= len(self.hf_names):
+                target[index_in_leading_axes] = 0
                 continue
-            if is_filled_per_head:
-                head_index = stack_index[-1]
+            if is_sliced_per_head:
+                head_index = index_in_leading_axes[-1]
                 tensor_ranges[0] = head_range[head_index : head_index + 1]
-            tensor_slices = tuple(
-                slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges)
-            )
-            tensor_values = read(self.hf_names[index_in_hf_names], tensor_slices)
+            axis_slices = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
+            tensor_values = read(self.hf_names[hf_name_index], axis_slices)
             if self.reverses_axes:
                 for first_row_index in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
                     row_slice = slice(first_row_index, first_row_index + TRANSPOSED_ROWS)
-                    target[stack_index][..., row_slice] = tensor_values[..., row_slice, :].swapaxes(
-                        -1, -2
-                    )
+                    target[index_in_leading_axes][..., row_slice] = tensor_values[
+                        ..., row_slice, :
+                    ].swapaxes(-1, -2)
             else:
-                target[stack_index] = tensor_values.reshape(target[stack_index].shape)
+                target[index_in_leading_axes] = tensor_values.reshape(
+                    target[index_in_leading_axes].shape
+                )
 
 
 WeightTable = dict[ParamPath, WeightSpec]  # path of a parameter -> its spec, for a whole model
@@ -434,8 +439,8 @@ def load_params(
         """
         parameter_path, layer_index_in_stage = job
         weight_spec = table[parameter_path]
-        tensors_per_layer = math.prod(weight_spec.shape[1 : weight_spec.num_stacked_axes])
-        tensor_names = weight_spec.hf_names[(layer_index_in_stage or 0) * tensors_per_layer :]
+        num_tensors_per_layer = math.prod(weight_spec.shape[1 : weight_spec.num_stacked_axes])
+        tensor_names = weight_spec.hf_names[(layer_index_in_stage or 0) * num_tensors_per_layer :]
         if not tensor_names:
             return True, "", 0
         file_of_first_tensor, header_entry = checkpoint.locate(tensor_names[0])
@@ -455,22 +460,23 @@ def load_params(
             None, the whole parameter.
         """
         weight_spec = table[path]
-        array_axes = weight_spec.logical_axes
+        logical_axis_names = weight_spec.logical_axes
         file_of_first_tensor, _ = checkpoint.locate(weight_spec.hf_names[0])
         ranges_of_axes = [*map(range, weight_spec.shape)]
         if layer_index_in_stage is not None:
-            array_axes = ("stage", *array_axes[1:])
+            logical_axis_names = ("stage", *logical_axis_names[1:])
             ranges_of_axes[0] = range(
                 layer_index_in_stage, weight_spec.shape[0], weight_spec.shape[0] // stage_count
             )
         read_tensor = functools.partial(checkpoint.read, dtype=dtype)
-        # Index of a part of the array, as text -> values of the part. Several devices may need the
-        # same part, which is read only once.
-        part_by_index_text: dict[str, np.ndarray] = {}
+        # The slices that select a part of the array, as text -> values of the part. Several devices
+        # may need the same part, which is read only once. The slices become text because they are
+        # not hashable before Python 3.12.
+        part_by_slices_text: dict[str, np.ndarray] = {}
 
         def part_at(index: Index | None) -> np.ndarray:
-            index_text = str(index)
-            if index_text not in part_by_index_text:
+            slices_text = str(index)
+            if slices_text not in part_by_slices_text:
                 part_ranges = ranges_of_axes
                 if index:
                     part_ranges = [
@@ -480,12 +486,12 @@ def load_params(
                 part_values = weight_spec.read_slice(
                     read_tensor, dtype, part_ranges, file_of_first_tensor.num_values_per_read
                 )
-                part_by_index_text[index_text] = part_values.view(loaded_dtype)
-            return part_by_index_text[index_text]
+                part_by_slices_text[slices_text] = part_values.view(loaded_dtype)
+            return part_by_slices_text[slices_text]
 
         loaded_shape = tuple(map(len, ranges_of_axes))
         loaded_array = jax.make_array_from_callback(
-            loaded_shape, layout.sharding(array_axes, loaded_shape), part_at
+            loaded_shape, layout.sharding(logical_axis_names, loaded_shape), part_at
         )
         return jax.block_until_ready(loaded_array)  # so that the host's copy can be freed
 

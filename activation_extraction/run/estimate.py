@@ -259,7 +259,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     step_cost = cost_model.estimate(mesh_layout, devices_of_mesh)
     usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)
     memory_bytes_from_compiler = None
-    fits_in_memory = step_cost.memory_bytes <= usable_bytes_of_device
+    fits_in_memory = step_cost.needed_memory_bytes <= usable_bytes_of_device
     if run.topology.is_tpu:
         try:
             memory_bytes_from_compiler = bytes_of_compiled_step(run, request)
@@ -272,7 +272,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     return {
         "shape": mesh_layout.shape,
         "fits": fits_in_memory,
-        "memory_gb": step_cost.memory_bytes / 1e9,
+        "memory_gb": step_cost.needed_memory_bytes / 1e9,
         "compiled_gb": None
         if memory_bytes_from_compiler is None
         else memory_bytes_from_compiler / 1e9,

@@ -207,7 +207,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         defaultdict(list)
     )
     for sample_index, stored_sample in enumerate(stored_samples):
-        mark_before_sample = stored_sample.mark_before
+        mark_before_sample = stored_sample.mark_before_sample
         num_samples_before_mark = 0 if mark_before_sample is None else mark_before_sample.samples
         sample_indices_by_worker_and_num_samples_before_mark[
             stored_sample.worker, num_samples_before_mark
@@ -223,7 +223,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
-            start=stored_samples[sample_indices[0]].mark_before,
+            start=stored_samples[sample_indices[0]].mark_before_sample,
             until=worker.number_of(max(indices_in_stored_samples_by_sample_idx)) + 1,
         )
         for reread_sample in sample_stream:

@@ -42,7 +42,8 @@ These modules access a folder, which is local, in a bucket, or at another URL:
     sending.py              waits for writes to a bucket
     answers.py              determines why a request failed
 
-The format (5) of the stored files is the same in a local folder and in a bucket:
+The format (5) of the stored files, which is the field `format_version` of every JSON, is the same
+in a local folder and in a bucket:
 
     machine_000/                      machine_000_host_00/ if a machine has several hosts; without
                                       a folder if there is only one machine with one host

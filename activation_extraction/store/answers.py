@@ -19,8 +19,10 @@ from urllib.parse import urlsplit
 
 from obstore.exceptions import GenericError
 
-# Environment variables that may contain the address at which a machine provides credentials for S3.
-# If they are not set, the address lies in 169.254.0.0/16, which is reachable only from the machine.
+# Environment variables that may contain the address of the server that provides a machine's
+# credentials for S3. If a request to this server fails, credentials are missing, and the store has
+# not been asked yet (see `_asks_for_credentials`). If the variables are not set, the address lies
+# in 169.254.0.0/16, which is reachable only from the machine.
 CREDENTIAL_ADDRESSES = ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 # Heading in the message of an obstore error. After it, obstore prints the failure as a Rust
 # structure.
@@ -61,11 +63,11 @@ class FailureKind(Enum):
     MAY_PASS = auto()
 
 
-# Kinds of failures by the code in the answer, for the codes of Google Cloud Storage, S3 and Azure
-# that are more precise than the HTTP status.
-CODES: Mapping[str, FailureKind] = {
-    code: failure_kind
-    for failure_kind, space_separated_codes in {
+# Kinds of failures by the error code in the answer, for the error codes of Google Cloud Storage, S3
+# and Azure that are more precise than the HTTP status.
+FAILURE_KIND_BY_ERROR_CODE: Mapping[str, FailureKind] = {
+    error_code: failure_kind
+    for failure_kind, space_separated_error_codes in {
         FailureKind.CHANGED: "PreconditionFailed ConditionNotMet BlobAlreadyExists",
         FailureKind.NO_BUCKET: "NoSuchBucket ContainerNotFound",
         FailureKind.CREDENTIALS: (
@@ -75,14 +77,14 @@ CODES: Mapping[str, FailureKind] = {
         FailureKind.FORBIDDEN: "AccessDenied AllAccessDisabled PublicAccessNotPermitted",
         FailureKind.ELSEWHERE: "PermanentRedirect AuthorizationHeaderMalformed",
         FailureKind.REFUSED: "BlobArchived BlobImmutableDueToPolicy SnapshotsPresent",
-        # These codes are returned if the body of an upload arrives late or incomplete.
+        # These error codes are returned if the body of an upload arrives late or incomplete.
         FailureKind.MAY_PASS: "RequestTimeout IncompleteBody BadDigest XAmzContentSHA256Mismatch",
     }.items()
-    for code in space_separated_codes.split()
+    for error_code in space_separated_error_codes.split()
 }
 # Kinds of failures by the HTTP status. `failure_kind_of` determines the kinds for all other
 # statuses.
-STATUSES: Mapping[int, FailureKind] = {
+FAILURE_KIND_BY_HTTP_STATUS: Mapping[int, FailureKind] = {
     401: FailureKind.CREDENTIALS,
     403: FailureKind.FORBIDDEN,
     404: FailureKind.MISSING,
@@ -108,22 +110,22 @@ class Failure(NamedTuple):
     http_status: int = 0
 
 
-def failure_kind_of(status: int, code: str = "") -> FailureKind:
-    """Returns why a request failed, from the code or else the HTTP status of the store's answer.
+def failure_kind_of(http_status: int, error_code: str = "") -> FailureKind:
+    """Returns why a request failed, from the error code or else the HTTP status of the answer.
 
     Args:
-        status: HTTP status of the answer, which is used if the code is not one of CODES. 0 if only
-            the code is available.
-        code: Code in the body of the answer, such as "NoSuchBucket"; "" if the body contains no
-            code.
+        http_status: HTTP status of the store's answer, which is used if the error code is not one
+            of FAILURE_KIND_BY_ERROR_CODE. 0 if only the error code is available.
+        error_code: Error code in the body of the answer, such as "NoSuchBucket"; "" if the body
+            contains no error code.
     """
-    if code in CODES:
-        return CODES[code]
-    if status in STATUSES:
-        return STATUSES[status]
-    if 300 <= status < 400:
+    if error_code in FAILURE_KIND_BY_ERROR_CODE:
+        return FAILURE_KIND_BY_ERROR_CODE[error_code]
+    if http_status in FAILURE_KIND_BY_HTTP_STATUS:
+        return FAILURE_KIND_BY_HTTP_STATUS[http_status]
+    if 300 <= http_status < 400:
         return FailureKind.ELSEWHERE
-    if 400 <= status < 500 and status not in (408, 409, 425, 429):
+    if 400 <= http_status < 500 and http_status not in (408, 409, 425, 429):
         return FailureKind.REFUSED
     return FailureKind.MAY_PASS
 
@@ -235,13 +237,13 @@ def _xml_field(body: str, tag: str) -> str:
     return unescape(element_match[1]) if element_match else ""
 
 
-def _as_one_line(code: str, message: str) -> str:
-    """Returns the code and the message of an answer as one line, "CODE: MESSAGE".
+def _as_one_line(error_code: str, error_text: str) -> str:
+    """Returns the error code and the message of an answer as one line, "CODE: MESSAGE".
 
     Only the first line of the message is used, because Azure adds lines with an id and the time.
     """
-    first_line = next(iter(message.strip().splitlines()), "")
-    one_line_texts = [" ".join(answer_text.split()) for answer_text in (code, first_line)]
+    first_line = next(iter(error_text.strip().splitlines()), "")
+    one_line_texts = [" ".join(answer_text.split()) for answer_text in (error_code, first_line)]
     return ": ".join(filter(None, one_line_texts))
 
 
@@ -291,7 +293,8 @@ def _asks_for_credentials(details: str) -> bool:
         return False
     requested_server = urlsplit(address_match[1]).netloc
     credential_servers = {
-        urlsplit(os.environ.get(variable_name, "")).netloc for variable_name in CREDENTIAL_ADDRESSES
+        urlsplit(os.environ.get(environment_variable_name, "")).netloc
+        for environment_variable_name in CREDENTIAL_ADDRESSES
     }
     return requested_server.startswith("169.254.") or requested_server in credential_servers
 

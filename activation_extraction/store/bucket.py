@@ -92,7 +92,8 @@ class Bucket:
         self._bucket_kind = BUCKET_KINDS[scheme]
         self._patience_seconds = patience_seconds
         self.max_file_bytes = self._bucket_kind.max_request_bytes
-        # After a request of this object has succeeded, some failures may pass (see `_failure`).
+        # After a request of this object has succeeded, some kinds of failures count as temporary
+        # (see `_failure`).
         self._any_request_succeeded = False
 
     def entries(self) -> dict[str, FileEntry | None]:
@@ -220,7 +221,7 @@ class Bucket:
         )
         max_retries = RETRIES if may_retry else 0
         try:
-            store_settings = tuple(
+            client_argument_pairs = tuple(
                 sorted(self._bucket_kind.make_client_arguments(self._bucket_name).items())
             )
         except ValueError as error:
@@ -228,7 +229,7 @@ class Bucket:
         try:
             return _connect(
                 self._bucket_kind,
-                store_settings,
+                client_argument_pairs,
                 timeout_seconds,
                 self._patience_seconds,
                 max_retries,
@@ -315,7 +316,7 @@ class Bucket:
 @lru_cache(64)
 def _connect(
     kind: BucketKind,
-    settings: tuple[tuple[str, Any], ...],
+    client_argument_pairs: tuple[tuple[str, Any], ...],
     timeout: float,
     patience_seconds: float,
     max_retries: int,
@@ -324,13 +325,13 @@ def _connect(
 
     Args:
         kind: Kind of the store.
-        settings: Names and values of the arguments of `kind.client_class`.
+        client_argument_pairs: Name and value of each argument of `kind.client_class`.
         timeout: Seconds that a request may take.
         patience_seconds: Seconds for which obstore may repeat a request.
         max_retries: Largest number of repetitions; 0 for a client that sends every request once.
     """
     client_options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
-    if any(str(setting_value).startswith("http://") for _, setting_value in settings):
+    if any(str(argument).startswith("http://") for _, argument in client_argument_pairs):
         client_options["allow_http"] = True
     # The read timeout also counts from the beginning of a request, so a long upload would always
     # exceed it. Therefore clients for writes, which have no retries, get no read timeout.
@@ -341,7 +342,7 @@ def _connect(
         "retry_timeout": timedelta(seconds=patience_seconds),
     }
     return kind.client_class(
-        **dict(settings), client_options=client_options, retry_config=retry_options
+        **dict(client_argument_pairs), client_options=client_options, retry_config=retry_options
     )
 
 

@@ -54,12 +54,12 @@ class BucketKind(NamedTuple):
 
 def _google_settings(bucket: str) -> dict[str, Any]:
     client_arguments: dict[str, Any] = {"bucket": bucket}
-    variable_name, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
+    environment_variable_name, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
     if emulator_address:
         emulator_url = (
             emulator_address if "://" in emulator_address else f"http://{emulator_address}"
         )
-        client_arguments["base_url"] = _checked_address(variable_name, emulator_url)
+        client_arguments["base_url"] = _checked_address(environment_variable_name, emulator_url)
         client_arguments["credential_provider"] = _no_token
     return client_arguments
 
@@ -72,9 +72,9 @@ def _s3_settings(bucket: str) -> dict[str, Any]:
     # With this setting, obstore sends the SHA-256 of an upload, and S3 refuses the upload if the
     # SHA-256 of the received bytes differs.
     client_arguments = {"bucket": bucket, "checksum_algorithm": "SHA256"}
-    variable_name, endpoint_url = _first_set(*S3_ADDRESS)
+    environment_variable_name, endpoint_url = _first_set(*S3_ADDRESS)
     if endpoint_url:
-        client_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
+        client_arguments["endpoint"] = _checked_address(environment_variable_name, endpoint_url)
     return client_arguments
 
 
@@ -90,7 +90,7 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
         ValueError: If an environment variable cannot be used, or if AZURE_STORAGE_CONNECTION_STRING
             is for another account than the ACCOUNT in `bucket`.
     """
-    container_name, _, account_host = bucket.partition("@")
+    container_name, _, account_domain = bucket.partition("@")
     connection_string = os.environ.get(CONNECTION_STRING, "")
     if connection_string:
         client_arguments = _azure_connection(connection_string)
@@ -98,8 +98,8 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
         _, account_name = _first_set(*AZURE_ACCOUNT)
         _, account_key = _first_set(*AZURE_KEY)
         client_arguments = {"account_name": account_name, "account_key": account_key}
-    if account_host:
-        account_name = account_host.partition(".")[0]
+    if account_domain:
+        account_name = account_domain.partition(".")[0]
         if connection_string and client_arguments["account_name"] != account_name:
             raise ValueError(
                 f"{CONNECTION_STRING} is for the account {client_arguments['account_name']}, "
@@ -107,11 +107,11 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
             )
         client_arguments["account_name"] = account_name
         client_arguments.setdefault(
-            "endpoint", f"https://{account_host.replace('.dfs.', '.blob.', 1)}"
+            "endpoint", f"https://{account_domain.replace('.dfs.', '.blob.', 1)}"
         )
-    variable_name, endpoint_url = _first_set(*AZURE_ADDRESS)
+    environment_variable_name, endpoint_url = _first_set(*AZURE_ADDRESS)
     if endpoint_url:
-        client_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
+        client_arguments["endpoint"] = _checked_address(environment_variable_name, endpoint_url)
     # Empty settings are left out, because obstore has defaults for them, such as the account of an
     # emulator.
     nonempty_arguments = {
@@ -171,9 +171,9 @@ def _first_set(*variables: str) -> tuple[str, str]:
     Returns:
         A tuple of the name and the value of the variable. Both are "" if there is no such variable.
     """
-    for variable_name in variables:
-        if variable_value := os.environ.get(variable_name, ""):
-            return variable_name, variable_value
+    for environment_variable_name in variables:
+        if variable_value := os.environ.get(environment_variable_name, ""):
+            return environment_variable_name, variable_value
     return "", ""
 
 

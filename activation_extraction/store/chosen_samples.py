@@ -31,15 +31,15 @@ class StoredTokens:
         sample_idx: Number of the sample, which is unique in the run.
         token_ids: Token ids that are stored, int32 (tokens,).
         positions: Positions of these tokens in the sample, from 0, int32 (tokens,).
-        mark_before: Mark before the sample, from which the host's data can be read. None for the
-            beginning of the data.
+        mark_before_sample: Mark before the sample, from which the host's data can be read. None for
+            the beginning of the data.
     """
 
     worker: Worker
     sample_idx: int
     token_ids: np.ndarray
     positions: np.ndarray
-    mark_before: Mark | None
+    mark_before_sample: Mark | None
 
 
 class Reread(Protocol):
@@ -50,7 +50,7 @@ class Reread(Protocol):
 
         Args:
             stored: Stored tokens of each sample. Samples of one host that have the same
-                `mark_before` are read together.
+                `mark_before_sample` are read together.
 
         Returns:
             A list with an item for each sample, in the order of `stored`. The item is an array with
@@ -178,11 +178,11 @@ def read_samples(
     tokens_of_samples = _tokens_of(shard_reader, run_log, commit, sample_indices)
     chosen_samples = []
     for sample_index, stored_tokens in zip(sample_indices, tokens_of_samples, strict=True):
-        start_token_index, stop_token_index = shard_reader.sample_offsets[
+        start_token_index, end_token_index = shard_reader.sample_offsets[
             sample_index : sample_index + 2
         ].tolist()
         values_of_hooks = [
-            hook.for_user(hook.begin_rows(shard_reader, start_token_index, stop_token_index)())
+            hook.for_user(hook.begin_rows(shard_reader, start_token_index, end_token_index)())
             for hook in hooks
         ]
         location_phrase = f"{where}: sample {stored_tokens.sample_idx}"
@@ -200,6 +200,9 @@ def _tokens_of(
         run_log: Log of the host's folder, which must contain metadata.json.
         commit: Commit of the shard.
         sample_indices: Indices of the samples within the shard, from 0.
+
+    Returns:
+        The tokens of each sample, in the order of `sample_indices`.
     """
     identity = run_log.identity
     assert identity is not None
@@ -210,24 +213,24 @@ def _tokens_of(
     # All tokens from the first sample to the last one are read, because one large range takes less
     # time than many small ones if the shard is in a bucket.
     start_token_index = int(reader.sample_offsets[min(sample_indices)])
-    stop_token_index = int(reader.sample_offsets[max(sample_indices) + 1])
-    token_fields = reader.begin_tokens(start_token_index, stop_token_index)()
+    end_token_index = int(reader.sample_offsets[max(sample_indices) + 1])
+    token_fields = reader.begin_tokens(start_token_index, end_token_index)()
     stored_samples = []
     for sample_index in sample_indices:
-        start_token_index_in_range, stop_token_index_in_range = (
+        start_token_index_in_range, end_token_index_in_range = (
             reader.sample_offsets[sample_index : sample_index + 2] - start_token_index
         ).tolist()
-        token_ids = token_fields["token_ids"][start_token_index_in_range:stop_token_index_in_range]
-        positions = token_fields["position"][start_token_index_in_range:stop_token_index_in_range]
-        sample_idx = int(reader.sample_numbers[sample_index])
+        token_ids = token_fields["token_ids"][start_token_index_in_range:end_token_index_in_range]
+        positions = token_fields["position"][start_token_index_in_range:end_token_index_in_range]
+        sample_number = int(reader.sample_numbers[sample_index])
         stored_samples.append(
-            StoredTokens(worker, sample_idx, token_ids, positions, mark_before_shard)
+            StoredTokens(worker, sample_number, token_ids, positions, mark_before_shard)
         )
     return stored_samples
 
 
 def _hooks_of(run_log: RunLog, commit: Commit) -> list[StoredHook]:
-    """Returns the hooks of a shard, from the descriptions in its JSON and in metadata.json.
+    """Returns the hooks of a shard, from the descriptions in its commit and in metadata.json.
 
     Args:
         run_log: Log of the host's folder, which must contain metadata.json.

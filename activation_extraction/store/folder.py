@@ -40,7 +40,8 @@ __all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
 PATIENCE = 300.0  # seconds for which a request is repeated after its first failure by default
 FIRST_PAUSE = 0.5  # seconds between the first two attempts at a request
 MAX_PAUSE = 30.0  # largest number of seconds between two attempts at a request
-UPLOAD_TIMEOUT = "--upload_timeout"  # flag that sets the patience of folders in a bucket
+# Flag that sets the seconds for which an output folder in a bucket repeats a failing request.
+UPLOAD_TIMEOUT = "--upload_timeout"
 T = TypeVar("T")
 # Without this setting, gcsfs would ask Google over gRPC for the type of every bucket, and would
 # wait minutes for the answer of an emulator.
@@ -116,7 +117,7 @@ class Folder:
     """A folder of files on this machine, in a bucket, or at another URL that fsspec supports.
 
     Methods may be called from several threads. Each of them raises FolderError if its request
-    fails, and repeats a request that fails for a reason that may pass, such as a lost connection.
+    fails, and repeats a request that fails for a temporary reason, such as a lost connection.
 
     A folder in a repository on the Hugging Face hub is read from one git commit. It is the commit
     to which the revision in the URL (by default, "main") points when this object is made. The
@@ -137,8 +138,8 @@ class Folder:
         flag_in_parentheses: Name of the flag that sets `patience_seconds`, in parentheses and after
             a space, for messages; "" without a flag.
         is_local: Whether the folder is on this machine.
-        num_failed_attempts: Number of attempts, over all requests so far, that failed for a reason
-            that may pass, such as a lost connection.
+        num_failed_attempts: Number of attempts, over all requests so far, that failed for a
+            temporary reason, such as a lost connection.
 
     Raises:
         InputError: If the folder is on the hub, and its repository or revision cannot be read.
@@ -218,9 +219,9 @@ class Folder:
     def files(self) -> dict[str, int]:
         """Returns the sizes in bytes of the files in the folder, by name."""
         return {
-            file_name: file_or_folder.byte_count
-            for file_name, file_or_folder in self.listing().items()
-            if file_or_folder is not None
+            file_name: file_entry.byte_count
+            for file_name, file_entry in self.listing().items()
+            if file_entry is not None
         }
 
     def head(self, name: str) -> FileEntry | None:
@@ -354,8 +355,8 @@ class Folder:
             file_content: Content of the file, as bytes or as consecutive buffers.
             expected: Version of the file that is replaced. None to create the file, which then must
                 not exist. ANY to create or replace it without a condition.
-            patience: Time limit of the write, which is already running if the caller made other
-                attempts before. None for the limit that `patience_for` returns now.
+            patience: Countdown of the seconds for the write, which has already started if the
+                caller made other attempts before. None for a new countdown (see `patience_for`).
 
         Returns:
             The new version of the file; None if the store has no versions.
@@ -462,7 +463,7 @@ class Folder:
         once: bool = False,
         patience: Patience | None = None,
     ) -> T:
-        """Sends a request, repeats it after failures that may pass, and returns its result.
+        """Sends a request, repeats it after temporary failures, and returns its result.
 
         The first failure since the last success is logged as a warning. Later failures are logged
         as debug messages, so that an outage does not flood the log.
@@ -470,14 +471,15 @@ class Folder:
         Args:
             request: Name of the request, such as "reading metadata.json", for messages.
             action: Function that sends the request once and returns its result.
-            once: Whether to send the request only once. If True, a failure that may pass raises
+            once: Whether to send the request only once. If True, a temporary failure raises
                 ChangedError.
-            patience: Time limit for all attempts together, which is already running. None for the
-                time limit of the folder (`patience_seconds`), which starts at the first failure.
+            patience: Countdown of the seconds for all attempts together, which has already
+                started. None for the time limit of the folder (`patience_seconds`), which starts at
+                the first failure.
 
         Raises:
             ChangedError: If the file is not the version that the request is conditional on, or
-                `once` is True and the attempt failed.
+                `once` is True and the attempt failed for a temporary reason.
             FolderError: If another attempt would fail in the same way, or no time is left for it.
         """
         request_attempts = Attempts(self, request, patience)
@@ -501,9 +503,13 @@ class Folder:
                 if once:
                     next_action_phrase = "looking at what is there now"
                 log_at_level = log.debug if self._is_failing else log.warning
-                shown_failure = f"{folder_error!s:.200}"
+                shortened_error_text = f"{folder_error!s:.200}"
                 log_at_level(
-                    "%s: %s failed (%s); %s", self.url, request, shown_failure, next_action_phrase
+                    "%s: %s failed (%s); %s",
+                    self.url,
+                    request,
+                    shortened_error_text,
+                    next_action_phrase,
                 )
                 self._is_failing = True
                 if once:
@@ -520,17 +526,18 @@ class Attempts:
     Args:
         folder: Folder to which the request is sent.
         request: Name of the request, for messages.
-        patience: Time limit for all attempts together, which is already running. None for the time
-            limit of the folder, which starts at the first failure, so that a long transfer is tried
-            again even if it fails at its end.
+        patience: Countdown of the seconds for all attempts together, which started before this
+            object was made. None for the time limit of the folder (`Folder.patience_seconds`),
+            which starts at the first failure, so that a long transfer is tried again even if it
+            fails at its end.
     """
 
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
         self._folder = folder
         self._request_name = request
-        # Limit for the time of all attempts together. None until the first attempt has failed, if
-        # the caller gave no limit.
-        self._patience = patience
+        # Countdown of the seconds for all attempts together. None until the first attempt has
+        # failed, if the caller gave no countdown.
+        self._retry_countdown = patience
         self._pause_seconds = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:
@@ -542,16 +549,16 @@ class Attempts:
         Raises:
             FolderError: If no time is left for another attempt.
         """
-        failing_folder = self._folder
+        folder = self._folder
         failure_time = time.monotonic()
-        if self._patience is None:
-            self._patience = Patience(failing_folder.patience_seconds)
-        if failure_time + self._pause_seconds > self._patience.deadline:
-            seconds_since_start = failure_time - self._patience.start_time
+        if self._retry_countdown is None:
+            self._retry_countdown = Patience(folder.patience_seconds)
+        if failure_time + self._pause_seconds > self._retry_countdown.deadline:
+            seconds_since_countdown_start = failure_time - self._retry_countdown.start_time
             raise FolderError(
-                f"{failing_folder.url}: {self._request_name} kept failing for "
-                f"{seconds_since_start:.0f} s"
-                f"{failing_folder.flag_in_parentheses}: {reason}",
+                f"{folder.url}: {self._request_name} kept failing for "
+                f"{seconds_since_countdown_start:.0f} s"
+                f"{folder.flag_in_parentheses}: {reason}",
                 is_permanent=False,
             )
         time.sleep(self._pause_seconds * random.uniform(0.5, 1))
@@ -580,8 +587,8 @@ def _views(file_content: bytes | Sequence[Any]) -> list[memoryview]:
         file_content: Content of the file, as bytes or as consecutive buffers.
     """
     buffers: Sequence[Any] = [file_content] if isinstance(file_content, bytes) else file_content
-    byte_views = [memoryview(buffer) for buffer in buffers]
-    return [byte_view.cast("B") for byte_view in byte_views if byte_view.nbytes]
+    buffer_views = [memoryview(buffer) for buffer in buffers]
+    return [buffer_view.cast("B") for buffer_view in buffer_views if buffer_view.nbytes]
 
 
 def local_path(url: str) -> str:
@@ -601,13 +608,13 @@ def failure_of(error: Exception) -> FolderError:
     failure_reason = f"{failure_reason:.200}"
     if http_status == 401:
         failure_reason = f"the credentials are missing, invalid or have expired ({failure_reason})"
-    types_of_final_errors = (
-        FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
-    )
+    permanent_error_types = (FileNotFoundError, PermissionError, ValueError, TypeError, ImportError)
     # For HTTP status 403, gcsfs raises an exception without a code, whose message begins so.
     says_forbidden = failure_reason.startswith("Forbidden")
-    has_final_status = http_status != 0 and failure_kind_of(http_status) is not FailureKind.MAY_PASS
-    is_failure_final = (
-        isinstance(error, types_of_final_errors) or says_forbidden or has_final_status
+    is_permanent_http_failure = (
+        http_status != 0 and failure_kind_of(http_status) is not FailureKind.MAY_PASS
     )
-    return FolderError(failure_reason, is_failure_final)
+    is_failure_permanent = (
+        isinstance(error, permanent_error_types) or says_forbidden or is_permanent_http_failure
+    )
+    return FolderError(failure_reason, is_failure_permanent)

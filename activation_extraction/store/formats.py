@@ -98,13 +98,13 @@ class FileFacts:
             TypeError: If a field has a value of another type.
             ValueError: If a number in the field "ranges" cannot be read.
         """
-        range_fields = fields.get("ranges")  # older files lack this field
+        ranges_as_json = fields.get("ranges")  # older files lack this field
         return cls(
             bytes=fields["bytes"],
             sha256=fields["sha256"],
             version=fields["version"],
             crc32c=fields["crc32c"],
-            ranges=None if range_fields is None else RangeChecksums.from_json(range_fields),
+            ranges=None if ranges_as_json is None else RangeChecksums.from_json(ranges_as_json),
         )
 
 
@@ -134,10 +134,10 @@ def with_comment(member_buffers: Sequence[bytes], comment: str) -> list[bytes]:
         Consecutive buffers of the member with the comment.
     """
     first_buffer, *later_buffers = filter(None, member_buffers)
-    header_bytes = bytearray(first_buffer[:GZIP_HEADER_BYTES])
-    header_bytes[3] |= COMMENT_FLAG
+    gzip_header = bytearray(first_buffer[:GZIP_HEADER_BYTES])
+    gzip_header[3] |= COMMENT_FLAG
     comment_field = comment.encode("latin-1", "replace") + b"\0"
-    return [bytes(header_bytes), comment_field, first_buffer[GZIP_HEADER_BYTES:], *later_buffers]
+    return [bytes(gzip_header), comment_field, first_buffer[GZIP_HEADER_BYTES:], *later_buffers]
 
 
 class PackedFile(NamedTuple):

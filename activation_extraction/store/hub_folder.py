@@ -19,7 +19,8 @@ from activation_extraction.store.answers import FailureKind, failure_kind_of
 from activation_extraction.store.local_files import FileEntry, FolderError, check_size
 
 # URL of a folder in a repository on the hub, such as hf://datasets/ORG/NAME@REVISION/PATH. Models
-# need no prefix before ORG. Buckets of the hub have another protocol, so fsspec reads them.
+# need no prefix before ORG. The pattern does not match URLs of the hub's buckets. fsspec reads them
+# instead of this module, because their API differs from the API of repositories.
 REPOSITORY_URL = re.compile(
     r"hf://(?:(?P<kind>datasets|spaces|models)/)?"
     r"(?P<name>(?!(?:datasets|spaces|models|buckets|kernels)/)[^/@]+/[^/@]+)"
@@ -62,7 +63,9 @@ class HubFolder:
 
     def __init__(self, url: str) -> None:
         try:
-            import huggingface_hub  # noqa: F401 (runs in other places can be read without this package)
+            # The module is not used here. The import only finds out whether the package is
+            # installed, because folders outside of the hub can be read without it.
+            import huggingface_hub  # noqa: F401
         except ImportError as error:
             missing_package_message = (
                 f"{url}: needs huggingface_hub; {install_advice('huggingface_hub')}"
@@ -257,5 +260,5 @@ class HubFolder:
             failure_reason = f"{one_line(error):.200}"
             if http_status == 401:
                 failure_reason = "the hub does not accept your token (HF_TOKEN)"
-            is_failure_final = failure_kind_of(http_status) is not FailureKind.MAY_PASS
-            raise FolderError(failure_reason, is_permanent=is_failure_final) from error
+            is_failure_permanent = failure_kind_of(http_status) is not FailureKind.MAY_PASS
+            raise FolderError(failure_reason, is_permanent=is_failure_permanent) from error

@@ -50,7 +50,7 @@ class FolderError(RunError):
 
     Attributes:
         is_permanent: Whether the same request would fail again. If False, the request failed for a
-            reason that may pass, such as a lost connection.
+            temporary reason, such as a lost connection.
     """
 
     def __init__(self, message: str, is_permanent: bool = True) -> None:

@@ -337,7 +337,7 @@ class RunFolders:
 
         Raises:
             InputError: If the check fails, and a second check would fail in the same way.
-            FolderError: If a request fails for a reason that may pass.
+            FolderError: If a request fails for a temporary reason.
         """
         try:
             if self.remote is not None:
