@@ -144,7 +144,7 @@ def records_of(shard: Shard) -> Records:
             "token_ids": shard_sample.token_ids,
             "positions": shard_sample.positions,
             "doc_id": shard_sample.facts.doc_id,
-            **shard_sample.labels,
+            **shard_sample.token_labels_by_name,
         }
 
     sample_indices = range(len(shard.samples))
@@ -229,7 +229,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Sto
                 SampleFacts(sample_record["sample_idx"]),
                 token_ids=sample_record["token_ids"],
                 positions=sample_record["positions"],
-                labels={
+                token_labels_by_name={
                     label_name: sample_record[label_name]
                     for label_name in LABELS
                     if label_name in sample_record

@@ -168,8 +168,10 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         "token_ids": [np.asarray(sample.token_ids, np.int32) for sample in shard.samples],
         "position": [np.asarray(sample.positions, np.int32) for sample in shard.samples],
     }
-    for label_name in shard.samples[0].labels:
-        arrays_by_tensor_name[label_name] = [sample.labels[label_name] for sample in shard.samples]
+    for label_name in shard.samples[0].token_labels_by_name:
+        arrays_by_tensor_name[label_name] = [
+            sample.token_labels_by_name[label_name] for sample in shard.samples
+        ]
     for hook_key, hook in shard.hook_by_key.items():
         arrays_by_tensor_name |= hook.tensors(shard.sample_values_by_hook_key[hook_key])
     header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}

@@ -111,29 +111,28 @@ def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
         table: Table of samples, or some of its columns, which include `sample_idx` and `tokens`. A
             field of `SampleFacts` whose column is missing gets its default.
     """
-    kept_columns_of_samples: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    kept_value_by_column_of_samples: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
     for column_name in table.column_names:
         if column_name not in SAMPLE_COLUMNS:
-            for kept_columns_of_sample, column_value in zip(
-                kept_columns_of_samples, _decoded(table, column_name), strict=True
+            for kept_value_by_column, column_value in zip(
+                kept_value_by_column_of_samples, _decoded(table, column_name), strict=True
             ):
                 if column_value is not ABSENT:
-                    kept_columns_of_sample[column_name] = column_value
-    fact_names = [
+                    kept_value_by_column[column_name] = column_value
+    sample_column_names = [
         column_name for column_name in SAMPLE_COLUMNS if column_name in table.column_names
     ]
-    facts_of_samples = zip(
-        *(_decoded(table, column_name) for column_name in fact_names), strict=True
+    column_values_of_samples = zip(
+        *(_decoded(table, column_name) for column_name in sample_column_names), strict=True
     )
     decoded_samples = []
-    for fact_values, kept_columns_of_sample in zip(
-        facts_of_samples, kept_columns_of_samples, strict=True
+    for column_values_of_sample, kept_value_by_column in zip(
+        column_values_of_samples, kept_value_by_column_of_samples, strict=True
     ):
-        fact_by_name = dict(zip(fact_names, fact_values, strict=True))
-        token_count = fact_by_name.pop(TOKENS)
-        decoded_samples.append(
-            StoredSample(SampleFacts(**fact_by_name, columns=kept_columns_of_sample), token_count)
-        )
+        value_by_column = dict(zip(sample_column_names, column_values_of_sample, strict=True))
+        token_count = value_by_column.pop(TOKENS)
+        sample_facts = SampleFacts(**value_by_column, columns=kept_value_by_column)
+        decoded_samples.append(StoredSample(sample_facts, token_count))
     return decoded_samples
 
 
@@ -175,12 +174,15 @@ def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
     Args:
         tables: Tables, in the order of the samples. If there are no tables, the result has no rows.
     """
-    all_tables = list(tables) or [_table([])]
+    tables_to_concatenate = list(tables) or [_table([])]
     column_names = dict.fromkeys(
-        column_name for table in all_tables for column_name in table.column_names
+        column_name for table in tables_to_concatenate for column_name in table.column_names
     )
     return pyarrow.table(
-        {column_name: _concatenate_column(all_tables, column_name) for column_name in column_names}
+        {
+            column_name: _concatenate_column(tables_to_concatenate, column_name)
+            for column_name in column_names
+        }
     )
 
 
@@ -365,11 +367,11 @@ def _check_facts(facts: SampleFacts) -> None:
             the sample (`facts.columns`) is in SAMPLE_COLUMNS or contains a lone surrogate.
     """
     sample_phrase = f"sample {facts.sample_idx}"
-    kept_columns = facts.columns
+    kept_value_by_column = facts.columns
     try:
         # Encoding raises UnicodeEncodeError, a ValueError, if a column's name contains a lone
         # surrogate. The values of columns may contain lone surrogates.
-        " ".join(kept_columns).encode()
+        " ".join(kept_value_by_column).encode()
         json.dumps(vars(facts))
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
@@ -377,7 +379,7 @@ def _check_facts(facts: SampleFacts) -> None:
             f"{one_line(error)}"
         ) from error
     for column_name in SAMPLE_COLUMNS:
-        if column_name in kept_columns:
+        if column_name in kept_value_by_column:
             raise StorageError(
                 f"{sample_phrase}: a column that is kept cannot be called {column_name}"
             )

@@ -57,15 +57,15 @@ class Patience:
     Attributes:
         start_time: Time of `time.monotonic` at which the write began, in seconds.
         deadline: Time of `time.monotonic` at which the write is given up, in seconds.
-        max_silent_seconds: Largest number of seconds for which one attempt may wait for an answer
-            after the last byte of its body. It is half of `seconds`, so that there is time for a
-            second attempt.
+        max_seconds_since_last_byte: Largest number of seconds for which one attempt may wait for an
+            answer after the last byte of its body. It is half of `seconds`, so that there is time
+            for a second attempt.
     """
 
     def __init__(self, seconds: float, sending_seconds: float = 0.0) -> None:
         self.start_time = time.monotonic()
         self.deadline = self.start_time + seconds
-        self.max_silent_seconds = seconds / 2
+        self.max_seconds_since_last_byte = seconds / 2
         self._latest_deadline = self.deadline + sending_seconds
 
     def add(self, seconds: float) -> None:
@@ -93,8 +93,9 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
         name: Folder and name of the file that is written, for the log.
 
     Raises:
-        FolderError: If no byte was sent and no answer came for `patience.max_silent_seconds`, or if
-            the time of the write is over. It is unknown whether the file was written.
+        FolderError: If no byte was sent and no answer came for
+            `patience.max_seconds_since_last_byte`, or if the time of the write is over. It is
+            unknown whether the file was written.
         Exception: If `write` raises an exception, which is raised again.
     """
     write_future: Future[T] = Future()
@@ -108,22 +109,27 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     Thread(target=run, name=f"write {name}", daemon=True).start()
     start_time = time.monotonic()
     last_check_time = start_time
-    silent_seconds = 0.0
+    seconds_since_last_byte = 0.0
     waited_seconds_at_next_log = LOGGED_AFTER
-    while not wait([write_future], min(CHECK_SECONDS, patience.max_silent_seconds / 4)).done:
+    while not wait(
+        [write_future], min(CHECK_SECONDS, patience.max_seconds_since_last_byte / 4)
+    ).done:
         check_time = time.monotonic()
         has_unacknowledged_bytes = is_sending()
         if has_unacknowledged_bytes is False:
-            silent_seconds += check_time - last_check_time
+            seconds_since_last_byte += check_time - last_check_time
         else:
-            silent_seconds = 0.0
+            seconds_since_last_byte = 0.0
             patience.add(check_time - last_check_time)
         last_check_time = check_time
         waited_seconds = check_time - start_time
-        if silent_seconds >= patience.max_silent_seconds or check_time >= patience.deadline:
+        if (
+            seconds_since_last_byte >= patience.max_seconds_since_last_byte
+            or check_time >= patience.deadline
+        ):
             time_phrase = f"within {waited_seconds:.0f} s"
-            if silent_seconds:
-                time_phrase = f"for {silent_seconds:.0f} s after the last byte"
+            if seconds_since_last_byte:
+                time_phrase = f"for {seconds_since_last_byte:.0f} s after the last byte"
             raise FolderError(f"no answer {time_phrase}", is_permanent=False)
         if waited_seconds >= waited_seconds_at_next_log:
             waited_seconds_at_next_log *= 2

@@ -39,14 +39,14 @@ class ShardSample:
         token_ids: Ids of the stored tokens, int32 (tokens,). None if a program with a loop of its
             own added the sample without ids.
         positions: Positions of the stored tokens in the sample, from 0, int32 (tokens,).
-        labels: Labels of the stored tokens, int32 (tokens,) each, by the names "role" and "turn".
-            Empty if the run stores no conversations.
+        token_labels_by_name: Labels of the stored tokens, int32 (tokens,) each, by the names "role"
+            and "turn". Empty if the run stores no conversations.
     """
 
     facts: SampleFacts
     token_ids: np.ndarray | None
     positions: np.ndarray
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    token_labels_by_name: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class Shard:
         hook_keys_of_tasks: list[Key] = []
         sample_slices_of_tasks: list[slice] = []
         for hook_key in self.hook_by_key:
-            for slice_of_samples in slices_of(self.sample_values_by_hook_key[hook_key]):
+            for sample_slice in slices_of(self.sample_values_by_hook_key[hook_key]):
                 hook_keys_of_tasks.append(hook_key)
-                sample_slices_of_tasks.append(slice_of_samples)
+                sample_slices_of_tasks.append(sample_slice)
         sums_by_hook_key: dict[Key, Any] = {}
         for hook_key, sums_of_slice in zip(
             hook_keys_of_tasks,
@@ -156,16 +156,16 @@ class Shard:
         }
         return hook_descriptions, sums_by_hook_name
 
-    def _sums(self, key: Key, slice_of_samples: slice) -> Sums | SumsOfCodes:
+    def _sums(self, key: Key, sample_slice: slice) -> Sums | SumsOfCodes:
         """Returns the sums for the statistics of some samples at one hook.
 
         Args:
             key: Key of the hook.
-            slice_of_samples: Slice of the shard's list `samples`.
+            sample_slice: Slice of the shard's list `samples`.
         """
-        positions_of_samples = [sample.positions for sample in self.samples[slice_of_samples]]
+        positions_of_samples = [sample.positions for sample in self.samples[sample_slice]]
         return self.hook_by_key[key].sums(
-            self.sample_values_by_hook_key[key][slice_of_samples], positions_of_samples
+            self.sample_values_by_hook_key[key][sample_slice], positions_of_samples
         )
 
     def _refuse_not_finite(self, key: Key) -> None:

@@ -234,7 +234,7 @@ class ShardQueue(Generic[T]):
         """
         if self._has_cancelled_work:  # the exception only shows that `close` has cancelled the work
             return StorageError("storing was stopped")
-        user_error = for_the_user(error)
-        if isinstance(user_error, LostError):
-            return user_error
-        return reworded(user_error, one_line(user_error), StorageError)
+        error_for_user = for_the_user(error)
+        if isinstance(error_for_user, LostError):
+            return error_for_user
+        return reworded(error_for_user, one_line(error_for_user), StorageError)

@@ -114,9 +114,9 @@ class ShardBytes:
         self._commit = commit
         self._file_location = where
         self._mib_blocks = Blocks(0, commit.bytes, MIB, commit.files[commit.file].crc32c)
-        self._mapped_file: np.ndarray | None = None
+        self._mapped_bytes: np.ndarray | None = None
         if folder.is_local:
-            self._mapped_file = np.frombuffer(_whole(folder, commit, where), np.uint8)
+            self._mapped_bytes = np.frombuffer(_whole(folder, commit, where), np.uint8)
             self._unchecked_mib_mask = np.ones(-(-commit.bytes // MIB), bool)
 
     def begin(
@@ -145,19 +145,19 @@ class ShardBytes:
         """
         if start >= stop:
             return lambda: np.empty(0, np.uint8)
-        if self._mapped_file is not None:
-            requested_content = self._mapped_file[start:stop]
+        if self._mapped_bytes is not None:
+            requested_bytes = self._mapped_bytes[start:stop]
             first_block_number, stop_block_number = start // MIB, -(-stop // MIB)
             for block_number in first_block_number + np.flatnonzero(
                 self._unchecked_mib_mask[first_block_number:stop_block_number]
             ):
                 self._check(
-                    self._mapped_file[block_number * MIB :][:MIB],
+                    self._mapped_bytes[block_number * MIB :][:MIB],
                     self._mib_blocks,
                     int(block_number),
                 )
                 self._unchecked_mib_mask[block_number] = False
-            return lambda: requested_content
+            return lambda: requested_bytes
         blocks_to_check = blocks or self._mib_blocks
         first_block_number = (start - blocks_to_check.start_offset) // blocks_to_check.block_bytes
         stop_block_number = -(-(stop - blocks_to_check.start_offset) // blocks_to_check.block_bytes)
@@ -177,21 +177,24 @@ class ShardBytes:
         ).submit
         request_futures = [
             submit_request(
-                self._read, blocks_to_check, first_block_of_request, stop_block_of_request
+                self._read,
+                blocks_to_check,
+                first_block_number_of_request,
+                stop_block_number_of_request,
             )
-            for first_block_of_request, stop_block_of_request in pairwise(
+            for first_block_number_of_request, stop_block_number_of_request in pairwise(
                 request_boundaries.tolist()
             )
         ]
 
         def wait() -> np.ndarray:
             arrays_of_requests = [future.result() for future in request_futures]
-            content_of_blocks = (
+            bytes_of_blocks = (
                 arrays_of_requests[0]
                 if len(arrays_of_requests) == 1
                 else np.concatenate(arrays_of_requests)
             )
-            return content_of_blocks[start - first_block_offset : stop - first_block_offset]
+            return bytes_of_blocks[start - first_block_offset : stop - first_block_offset]
 
         return wait
 
@@ -214,25 +217,29 @@ class ShardBytes:
         stop_offset = min(
             blocks.start_offset + stop_block_number * blocks.block_bytes, blocks.stop_offset
         )
-        byte_range = {"start": start_offset, "stop": stop_offset}
-        content_of_range = _read(
-            self._folder, self._commit, self._commit.file, self._file_location, **byte_range
+        range_bytes = _read(
+            self._folder,
+            self._commit,
+            self._commit.file,
+            self._file_location,
+            start=start_offset,
+            stop=stop_offset,
         )
-        if len(content_of_range) != stop_offset - start_offset:
+        if len(range_bytes) != stop_offset - start_offset:
             raise RunError(f"{self._file_location}: is shorter than its JSON says")
-        content_of_blocks = np.frombuffer(content_of_range, np.uint8)
+        bytes_of_blocks = np.frombuffer(range_bytes, np.uint8)
         for block_number in range(first_block_number, stop_block_number):
-            block_content = content_of_blocks[
+            bytes_of_block = bytes_of_blocks[
                 (block_number - first_block_number) * blocks.block_bytes :
             ][: blocks.block_bytes]
-            self._check(block_content, blocks, block_number)
-        return content_of_blocks
+            self._check(bytes_of_block, blocks, block_number)
+        return bytes_of_blocks
 
-    def _check(self, block_content: np.ndarray, blocks: Blocks, block_number: int) -> None:
+    def _check(self, bytes_of_block: np.ndarray, blocks: Blocks, block_number: int) -> None:
         """Compares the CRC-32C of a block with its recorded CRC-32C.
 
         Args:
-            block_content: Bytes of the block.
+            bytes_of_block: Bytes of the block.
             blocks: Blocks of the file or of a tensor.
             block_number: Number of the block, from 0.
 
@@ -240,11 +247,11 @@ class ShardBytes:
             RunError: If the two checksums differ.
         """
         if (
-            f"{crc32c(block_content.data):08x}"
+            f"{crc32c(bytes_of_block.data):08x}"
             != blocks.crc32c_hex_of_blocks[8 * block_number : 8 * block_number + 8]
         ):
             block_start = blocks.start_offset + block_number * blocks.block_bytes
-            first_mib, last_mib = block_start // MIB, (block_start + len(block_content) - 1) // MIB
+            first_mib, last_mib = block_start // MIB, (block_start + len(bytes_of_block) - 1) // MIB
             damaged_mib_phrase = (
                 f"MiB {first_mib}" if first_mib == last_mib else f"MiB {first_mib} or {last_mib}"
             )
@@ -272,19 +279,19 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[StoredHook]) -> S
     if can_read_ranges(commit):
         range_checksums = None if folder.is_local else commit.files[commit.file].ranges
         front_bytes_to_read = 0 if folder.is_local else front_bytes(commit)
-        opened_shard = SafetensorsFile(
+        safetensors_file = SafetensorsFile(
             range_reader.begin, commit.bytes, file_url, range_checksums, front_bytes_to_read
         )
     else:
         pickle_content = pyarrow.py_buffer(range_reader.begin(0, commit.bytes)())
         hook_by_key = {hook.key: hook for hook in hooks}
-        pickled_shard = read_pickle(
+        unpickled_shard = read_pickle(
             pyarrow.BufferReader(pickle_content), file_url, commit.unpacked, hook_by_key
         )
-        opened_shard = _in_memory(pickled_shard, file_url)
+        safetensors_file = _in_memory(unpickled_shard, file_url)
     actual_dtype_and_shape_by_tensor_name = {
         tensor_name: (tensor.dtype, tensor.shape)
-        for tensor_name, tensor in opened_shard.tensors.items()
+        for tensor_name, tensor in safetensors_file.tensors.items()
     }
     expected_dtype_and_shape_by_tensor_name: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
@@ -301,7 +308,7 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[StoredHook]) -> S
             actual_dtype_and_shape_by_tensor_name.get(tensor_name),
             dtype_and_shape,
         )
-    return opened_shard
+    return safetensors_file
 
 
 def _in_memory(shard: Shard, where: str) -> SafetensorsFile:

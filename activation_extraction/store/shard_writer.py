@@ -78,7 +78,8 @@ class ShardWriter:
         self._on_commit = on_commit  # function that is called after each commit
         self._max_shard_bytes = options.shard_bytes
         self._storing_executor = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
-        self._packing_slots = threading.Semaphore(options.threads)
+        # Limits how many shards are encoded and converted to files at the same time.
+        self._serialization_slots = threading.Semaphore(options.threads)
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
 
     def follow(self, plan: StoragePlan) -> None:
@@ -88,7 +89,7 @@ class ShardWriter:
             plan: Plan of this process, with the numbers of the shards to store.
         """
         self._storage_plan = plan
-        self._shard_numbers = ShardNumbers(plan)
+        self._shard_numbering = ShardNumbers(plan)
         self._mark_of_next_shard = plan.mark
         self._clear_pending()
 
@@ -107,8 +108,8 @@ class ShardWriter:
         """
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
-        encodes_values = any(hook.is_float8 for hook in self._hook_by_key.values())
-        num_copies_in_memory = 1 + self.format.is_compressed + encodes_values
+        has_float8_hooks = any(hook.is_float8 for hook in self._hook_by_key.values())
+        num_copies_in_memory = 1 + self.format.is_compressed + has_float8_hooks
         self.queue.take(batch_bytes * num_copies_in_memory)
 
     def add(
@@ -128,7 +129,7 @@ class ShardWriter:
             for hook_key, hook_values in values_by_hook_key.items()
         )
         if self._pending_samples and self._pending_bytes + sample_bytes > self._max_shard_bytes:
-            self._submit_pending(self._shard_numbers.take())
+            self._submit_pending(self._shard_numbering.take())
         self._pending_samples.append((sample, values_by_hook_key))
         self._pending_bytes += sample_bytes
         self._mark_of_next_shard = self._storage_plan.mark_after(mark)
@@ -146,13 +147,13 @@ class ShardWriter:
             StorageError: If a shard could not be stored. All shards before it are committed.
         """
         with suppress(StorageError):  # `queue.wait` raises the error again
-            missing_shard_numbers = self._shard_numbers.take_gaps() if complete else []
+            missing_shard_numbers = self._shard_numbering.take_gaps() if complete else []
             for missing_shard_number in missing_shard_numbers[:-1]:
                 self._submit(Shard([], {}, {}), missing_shard_number)
             if missing_shard_numbers:
                 self._submit_pending(missing_shard_numbers[-1])
             elif self._pending_samples:
-                self._submit_pending(self._shard_numbers.take())
+                self._submit_pending(self._shard_numbering.take())
         self.queue.wait()
 
     def _submit_pending(self, number: int) -> None:
@@ -212,12 +213,12 @@ class ShardWriter:
         )
         if not shard.samples:
             return shard_commit, []
-        with self._packing_slots:
-            shard, encoding_errors = shard.encode(self._storing_executor)
-            hook_descriptions, sums_by_hook = shard.compute_statistics(
+        with self._serialization_slots:
+            encoded_shard, encoding_errors = shard.encode(self._storing_executor)
+            hook_descriptions, sums_by_hook_name = encoded_shard.compute_statistics(
                 encoding_errors, self._storing_executor
             )
-            packed_file = self.format.pack(shard, self._storing_executor, writer_id)
+            packed_file = self.format.pack(encoded_shard, self._storing_executor, writer_id)
         cut_token_counts = [
             shard_sample.facts.cut for shard_sample in shard.samples if shard_sample.facts.cut > 0
         ]
@@ -236,7 +237,7 @@ class ShardWriter:
             empty_samples=token_counts_of_samples.count(0),
         )
         content_by_small_file = {
-            shard_commit.statistics_file: pack_sums(sums_by_hook, writer_id),
+            shard_commit.statistics_file: pack_sums(sums_by_hook_name, writer_id),
             shard_commit.table_file: pack_table(shard.samples, writer_id),
         }
         queued_shard.phase = "writing"

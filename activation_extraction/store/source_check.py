@@ -41,10 +41,12 @@ class SourceCheck:
                 since the last check that found no change.
         """
         if self._sources is not None:
-            rows_of_samples = [sample.facts.row for sample in samples]
+            row_positions_of_samples = [sample.facts.row for sample in samples]
             try:
                 self._sources.check(
-                    row_position for row_position in rows_of_samples if row_position is not None
+                    row_position
+                    for row_position in row_positions_of_samples
+                    if row_position is not None
                 )
             except RunError as error:
                 shard_numbers = [

@@ -127,9 +127,9 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
             _add_rows(sums_over_tokens.squares, float64_block, sink_indices)
             np.add.reduce(float64_block, 1, out=squared_norms[block_slice])
     token_norms = np.sqrt(squared_norms)
-    kind_of_token = np.where(positions == 0, SINK, OTHER)
-    sums_over_tokens.counts += np.bincount(kind_of_token, minlength=2)
-    sums_over_tokens.norms += np.bincount(kind_of_token, token_norms, minlength=2)
+    token_kinds = np.where(positions == 0, SINK, OTHER)
+    sums_over_tokens.counts += np.bincount(token_kinds, minlength=2)
+    sums_over_tokens.norms += np.bincount(token_kinds, token_norms, minlength=2)
     largest_norm = token_norms.max(initial=0.0)
     sums_over_tokens.largest = np.maximum(sums_over_tokens.largest, largest_norm)
     return sums_over_tokens
@@ -229,15 +229,17 @@ class CodeSums:
             that are not stored, and of tokens with such features; the sum of the squared norms of
             the reconstruction errors, and the sum of the squared norms of the activations.
         """
-        num_stored_features_per_token = np.diff(codes.indptr)[token_mask]
-        num_cut_features_per_token = np.zeros(1, np.int64)
+        stored_feature_counts_of_tokens = np.diff(codes.indptr)[token_mask]
+        cut_feature_counts_of_tokens = np.zeros_like(stored_feature_counts_of_tokens)
         if codes.active is not None:
-            num_cut_features_per_token = codes.active[token_mask] - num_stored_features_per_token
+            cut_feature_counts_of_tokens = (
+                codes.active[token_mask] - stored_feature_counts_of_tokens
+            )
         return cls(
-            tokens=len(num_stored_features_per_token),
-            features=int(num_stored_features_per_token.sum()),
-            cut=int(num_cut_features_per_token.sum()),
-            cut_tokens=int((num_cut_features_per_token > 0).sum()),
+            tokens=len(stored_feature_counts_of_tokens),
+            features=int(stored_feature_counts_of_tokens.sum()),
+            cut=int(cut_feature_counts_of_tokens.sum()),
+            cut_tokens=int((cut_feature_counts_of_tokens > 0).sum()),
             error=float(codes.error[token_mask].astype(np.float64).sum()),
             square=float(np.square(codes.norm)[token_mask].astype(np.float64).sum()),
         )
@@ -259,29 +261,29 @@ class CodeSums:
 
 @dataclass(frozen=True)
 class SumsOfCodes:
-    """Sums over the codes at one hook, separately for first tokens of samples and other tokens.
+    """Sums over the codes at one hook, separately for first and later tokens of samples.
 
     Two objects with sums over disjoint sets of tokens can be merged into one.
 
     Attributes:
         first_token_sums: Sums over the first tokens of samples (position 0).
-        other_token_sums: Sums over all other tokens.
+        later_token_sums: Sums over all later tokens of samples.
     """
 
     first_token_sums: CodeSums
-    other_token_sums: CodeSums
+    later_token_sums: CodeSums
 
     def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
         """Returns the sums over the tokens of `self` and of `other` together."""
         return SumsOfCodes(
             self.first_token_sums.merge(other.first_token_sums),
-            self.other_token_sums.merge(other.other_token_sums),
+            self.later_token_sums.merge(other.later_token_sums),
         )
 
     @property
     def statistics(self) -> "Statistics":
         """The sums of this object as a `Statistics`, in which only the field `codes` is set."""
-        return Statistics(codes={"sinks": self.first_token_sums, "others": self.other_token_sums})
+        return Statistics(codes={"sinks": self.first_token_sums, "others": self.later_token_sums})
 
 
 @dataclass(frozen=True)
@@ -361,40 +363,42 @@ class Statistics:
 
         `error` and `codes` are left out if they are empty.
         """
-        json_fields = {
+        value_by_json_key = {
             json_key: getattr(self, field_name) for json_key, field_name in STATISTICS.items()
         }
         if self.error:
-            json_fields["error"] = {
+            value_by_json_key["error"] = {
                 token_kind: asdict(encoding_error)
                 for token_kind, encoding_error in self.error.items()
             }
         if self.codes:
-            json_fields["codes"] = {
+            value_by_json_key["codes"] = {
                 token_kind: asdict(code_sums) for token_kind, code_sums in self.codes.items()
             }
-        return json_fields
+        return value_by_json_key
 
     @classmethod
-    def from_json(cls, json_fields: Mapping[str, Any]) -> "Statistics":
+    def from_json(cls, value_by_json_key: Mapping[str, Any]) -> "Statistics":
         """Makes Statistics from a JSON object with the keys that `to_json` uses.
 
         Args:
-            json_fields: The JSON object. "error" and "codes" may be missing. Other keys in it are
-                ignored.
+            value_by_json_key: The JSON object. "error" and "codes" may be missing. Other keys in it
+                are ignored.
         """
-        errors_by_token_kind = {
+        encoding_error_by_token_kind = {
             token_kind: EncodingError(**value_by_error_field)
-            for token_kind, value_by_error_field in json_fields.get("error", {}).items()
+            for token_kind, value_by_error_field in value_by_json_key.get("error", {}).items()
         }
-        sums_by_token_kind = {
+        code_sums_by_token_kind = {
             token_kind: CodeSums(**sum_by_field)
-            for token_kind, sum_by_field in json_fields.get("codes", {}).items()
+            for token_kind, sum_by_field in value_by_json_key.get("codes", {}).items()
         }
         value_by_field_name = {
-            field_name: json_fields[json_key] for json_key, field_name in STATISTICS.items()
+            field_name: value_by_json_key[json_key] for json_key, field_name in STATISTICS.items()
         }
-        return cls(**value_by_field_name, error=errors_by_token_kind, codes=sums_by_token_kind)
+        return cls(
+            **value_by_field_name, error=encoding_error_by_token_kind, codes=code_sums_by_token_kind
+        )
 
 
 # Names of the fields of Statistics, by their keys in the JSON files.
@@ -436,11 +440,11 @@ class DimensionStatistics:
         with np.errstate(invalid="ignore"):
             dimension_means = sums.sums[kinds].sum(0) / token_count
             dimension_mean_squares = sums.squares[kinds].sum(0) / token_count
-            mean_norm = sums.norms[kinds].sum() / token_count
+            mean_of_token_norms = sums.norms[kinds].sum() / token_count
         dimension_variances = np.maximum(
             dimension_mean_squares - dimension_means * dimension_means, 0
         )
-        return cls(token_count, dimension_means, dimension_variances, float(mean_norm))
+        return cls(token_count, dimension_means, dimension_variances, float(mean_of_token_norms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -516,11 +520,11 @@ def unpack_sums(npz_bytes: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
     Returns:
         A dict: full name of a hook -> the sums for every dimension of the hook.
     """
-    sums_by_hook = {}
+    sums_by_hook_name = {}
     with PARSING_LOCK, np.load(io.BytesIO(npz_bytes)) as stored_arrays:
         for hook_name in hooks:
             array_by_field = {
                 field_name: stored_arrays[f"{hook_name}/{field_name}"] for field_name in FIELDS
             }
-            sums_by_hook[hook_name] = Sums(**array_by_field)
-    return sums_by_hook
+            sums_by_hook_name[hook_name] = Sums(**array_by_field)
+    return sums_by_hook_name

@@ -26,24 +26,27 @@ def error_lines(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     Args:
         statistics: Statistics by the full names of the hooks.
     """
-    errors_by_hook = {
+    encoding_errors_by_hook_name = {
         hook_name: hook_statistics.error
         for hook_name, hook_statistics in statistics.items()
         if hook_statistics.error
     }
     hook_names = sorted(
-        errors_by_hook, key=lambda hook_name: -errors_by_hook[hook_name]["others"].mean
+        encoding_errors_by_hook_name,
+        key=lambda hook_name: -encoding_errors_by_hook_name[hook_name]["others"].mean,
     )
     for hook_name in hook_names[:MAX_LISTED_HOOKS]:
-        error_of_sinks = errors_by_hook[hook_name]["sinks"]
-        error_of_other_tokens = errors_by_hook[hook_name]["others"]
+        error_of_sinks = encoding_errors_by_hook_name[hook_name]["sinks"]
+        error_of_other_tokens = encoding_errors_by_hook_name[hook_name]["others"]
         yield (
             f"{hook_name}: relative error of a token {error_of_other_tokens.mean:.2%} on average, "
             f"at most {error_of_other_tokens.worst:.2%}; first tokens of samples "
             f"{error_of_sinks.mean:.2%}, {error_of_sinks.worst:.2%}"
         )
-    if len(errors_by_hook) > MAX_LISTED_HOOKS:
-        unlisted_hooks_phrase = counted(len(errors_by_hook) - MAX_LISTED_HOOKS, "other hook")
+    if len(encoding_errors_by_hook_name) > MAX_LISTED_HOOKS:
+        unlisted_hooks_phrase = counted(
+            len(encoding_errors_by_hook_name) - MAX_LISTED_HOOKS, "other hook"
+        )
         yield f"the errors of {unlisted_hooks_phrase} are smaller (--json)"
 
 
@@ -67,14 +70,14 @@ def code_lines(statistics: Mapping[str, Statistics]) -> Iterator[str]:
         if code_sums.cut:
             cut_tokens_phrase = counted(code_sums.cut_tokens, "token")
             codes_line += f", {code_sums.cut:,} cut from {cut_tokens_phrase} (--encode_most)"
-        explained_fractions_phrase = [
-            f"{sums_of_kind.explained:.1%} of {KINDS_OF_TOKENS[token_kind]}"
-            for token_kind, sums_of_kind in hook_statistics.codes.items()
-            if sums_of_kind.explained >= 0
+        explained_fraction_phrases = [
+            f"{code_sums_of_token_kind.explained:.1%} of {KINDS_OF_TOKENS[token_kind]}"
+            for token_kind, code_sums_of_token_kind in hook_statistics.codes.items()
+            if code_sums_of_token_kind.explained >= 0
         ]
-        if explained_fractions_phrase:
+        if explained_fraction_phrases:
             codes_line += "; the share of squared norms that they explain: "
-            codes_line += ", ".join(explained_fractions_phrase)
+            codes_line += ", ".join(explained_fraction_phrases)
         yield codes_line
 
 
