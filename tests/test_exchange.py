@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from activation_extraction.model.experts import (
     Experts,
     Stacks,
-    sum_ragged_experts,
-    sum_tiled_experts,
+    sum_experts_in_tiles,
+    sum_experts_with_ragged_dot,
 )
 from activation_extraction.model.mesh import Layout
 
@@ -35,7 +35,7 @@ def experts_of(shape, dtype="float32"):
     params = {
         name: {"weight": jnp.asarray(x, dtype)} for name, x in zip(names, weights, strict=True)
     }
-    module = Experts(config, jnp.dtype(dtype), sum_tiled_experts, Layout(mesh))
+    module = Experts(config, jnp.dtype(dtype), sum_experts_in_tiles, Layout(mesh))
     return weights, jax.jit(lambda *given: module.apply({"params": params}, *given))
 
 
@@ -72,7 +72,7 @@ def test_sums_on_a_ring_of_devices(shape, rows, length):
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("compute_expert_sum", [sum_ragged_experts, pallas])
+@pytest.mark.parametrize("compute_expert_sum", [sum_experts_with_ragged_dot, pallas])
 def test_sums_of_some_tokens_are_computed_by_themselves(compute_expert_sum):
     rng = np.random.default_rng(8)
     x, weights = rng.normal(size=(1, 64, 128)), rng.random((1, 64, PER_TOKEN), np.float32)

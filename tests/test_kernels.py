@@ -21,8 +21,8 @@ from activation_extraction.model.experts import (
     Stacks,
     one_expert_after_the_other,
     route,
-    sum_ragged_experts,
-    sum_tiled_experts,
+    sum_experts_in_tiles,
+    sum_experts_with_ragged_dot,
 )
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
@@ -150,7 +150,9 @@ SIZES = {  # of an expert's rows, by what is special about them, and the experts
 }
 
 
-@pytest.mark.parametrize("kernel", [sum_tiled_experts, sum_ragged_experts, grouped, pallas])
+@pytest.mark.parametrize(
+    "kernel", [sum_experts_in_tiles, sum_experts_with_ragged_dot, grouped, pallas]
+)
 @pytest.mark.parametrize("special", rare_but(["none and several tiles"], SIZES))
 def test_experts_compute_what_the_definition_says(special, kernel):
     """Tokens without an expert get zeros, and nothing of other layers or other devices is read."""
@@ -168,7 +170,7 @@ def test_experts_compute_what_the_definition_says(special, kernel):
         return one_expert_after_the_other(x, weights, chosen, exact)[local]
 
     if dtype == jnp.bfloat16:
-        rounded = sum_tiled_experts(x, weights, chosen, stacks)[local]
+        rounded = sum_experts_in_tiles(x, weights, chosen, stacks)[local]
         assert_rounded_alike(got[local], rounded, definition(*wide((x, *stacks[1:]))))
     else:
         assert_within_rounding(got[local], definition, (x, *stacks[1:]), terms=96)

@@ -20,7 +20,7 @@ from activation_extraction.model.attention import blocked_attention, dense_atten
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import gated_delta_rule
 from activation_extraction.model.devices import usable_devices
-from activation_extraction.model.experts import sum_ragged_experts, sum_tiled_experts
+from activation_extraction.model.experts import sum_experts_in_tiles, sum_experts_with_ragged_dot
 from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
@@ -89,7 +89,7 @@ delta_rule, flash, grouped = (
     for kernel in (pallas_delta_rule, flash_attention, grouped_experts)
 )
 of_attention, of_experts, of_delta = (
-    partial(changed, kernel) for kernel in (dense_attention, sum_tiled_experts, gated_delta_rule)
+    partial(changed, kernel) for kernel in (dense_attention, sum_experts_in_tiles, gated_delta_rule)
 )
 
 
@@ -102,7 +102,7 @@ RIGHT = [  # a kernel, a trial, a dtype
     (dense_attention, "0.5B", BFLOAT16),
     (blocked_attention, "window", BFLOAT16),
     (grouped, EXPERTS, BFLOAT16),
-    (sum_ragged_experts, EXPERTS, FLOAT32),
+    (sum_experts_with_ragged_dot, EXPERTS, FLOAT32),
     *((rule, DELTA, BFLOAT16) for rule in (gated_delta_rule, delta_rule)),
 ]
 SELDOM = [
@@ -138,13 +138,17 @@ def test_wrong_kernels_are_found_out(wrong):
 
 @pytest.mark.parametrize(
     "kernel,place,name",
-    [(dense_attention, 2, "0.5B"), (sum_tiled_experts, 3, EXPERTS), (gated_delta_rule, 2, DELTA)],
+    [
+        (dense_attention, 2, "0.5B"),
+        (sum_experts_in_tiles, 3, EXPERTS),
+        (gated_delta_rule, 2, DELTA),
+    ],
 )
 def test_float32_may_not_be_rounded(kernel, place, name):
     def in_bfloat16(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-    change = with_other("down", in_bfloat16) if kernel is sum_tiled_experts else in_bfloat16
+    change = with_other("down", in_bfloat16) if kernel is sum_experts_in_tiles else in_bfloat16
     rounds = changed(kernel, place, change)
     assert largest_error(rounds, trials_of(name, FLOAT32)) > 10 * TOLERANCE["float32"]
 
@@ -153,10 +157,10 @@ def test_the_first_right_kernel_is_chosen_where_a_model_needs_one(monkeypatch):
     """One that fails, as one for TPUs does here, and one that is wrong are passed over."""
     candidates = {
         "attention": [broken, WRONG["sees the next token"][0], blocked_attention, broken],
-        "experts": [WRONG["forgets the gate"][0], sum_tiled_experts],
+        "experts": [WRONG["forgets the gate"][0], sum_experts_in_tiles],
         "delta_rule": [pallas_delta_rule, WRONG["forgets segments"][0], gated_delta_rule],
     }
-    right = blocked_attention, sum_tiled_experts, gated_delta_rule
+    right = blocked_attention, sum_experts_in_tiles, gated_delta_rule
     named = {name: dict(zip("abcd", each, strict=False)) for name, each in candidates.items()}
     monkeypatch.setattr(trial, "candidates_for", lambda platform: named)
     for raw, expected in ((SHAPES["tiny"], {"attention"}), (MOE_TEXT, {*candidates})):

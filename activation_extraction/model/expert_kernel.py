@@ -33,7 +33,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from activation_extraction.model.experts import LANES, Stacks, sum_ragged_experts
+from activation_extraction.model.experts import LANES, Stacks, sum_experts_with_ragged_dot
 from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the number of rows of a float32 register
@@ -95,7 +95,7 @@ def pallas_experts(
     """Computes the weighted sum of each token's experts with three kernels for TPUs.
 
     The kernels cannot compute in float32, or with sizes D or M that are not multiples of LANES. In
-    these cases, `sum_ragged_experts` computes the sums instead.
+    these cases, `sum_experts_with_ragged_dot` computes the sums instead.
 
     Letters: M width of an expert, X experts of a token.
 
@@ -113,7 +113,7 @@ def pallas_experts(
     """
     expert_count, hidden_size, expert_width = stacks.gate.shape[1:]
     if x.dtype == jnp.float32 or hidden_size % LANES or expert_width % LANES:
-        return sum_ragged_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
+        return sum_experts_with_ragged_dot(x, routing_weights, chosen_experts, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
     chosen_experts = jnp.pad(chosen_experts, padding_widths, constant_values=-1)
     tile_table = make_table(jnp.pad(routing_weights, padding_widths), chosen_experts, expert_count)

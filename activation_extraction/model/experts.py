@@ -22,11 +22,12 @@ from jax import Array, lax
 
 from activation_extraction.model.layers import STREAM
 from activation_extraction.model.mesh import MODEL_AXES, Layout
+from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 from activation_extraction.model.parameters import StackedWeight
 
-# The number of an expert's rows that `sum_tiled_experts` multiplies at a time. The last tile of an
-# expert is computed as a whole, even if the expert has only a few rows left.
+# The number of an expert's rows that `sum_experts_in_tiles` multiplies at a time. The last tile of
+# an expert is computed as a whole, even if the expert has only a few rows left.
 TILE = 128
 LANES = 128  # the number of values in a row of a TPU's register
 
@@ -128,7 +129,7 @@ class Experts(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: Any
+    config: ModelConfig
     dtype: Any
     compute_expert_sum: ExpertSumFunction
     layout: Layout
@@ -209,18 +210,21 @@ def _sum_on_device(
     """
     if layout.size("expert") > 1:
         compute_expert_sum = partial(_sum_in_ring, layout.ring("expert"), compute_expert_sum)
-    token_arrays = [
-        token_array.reshape(-1, token_array.shape[-1])
-        for token_array in (x, routing_weights, chosen_experts)
-    ]
-    expert_sums_of_tokens = compute_expert_sum(*token_arrays, Stacks(*stacks))
+
+    def merge_rows(batch_array: Array) -> Array:
+        """Joins the first two axes, which are the batch rows and the tokens of a row."""
+        return batch_array.reshape(-1, batch_array.shape[-1])
+
+    summed_expert_results_of_tokens = compute_expert_sum(
+        merge_rows(x), merge_rows(routing_weights), merge_rows(chosen_experts), Stacks(*stacks)
+    )
     # Along these mesh axes, each device has a part of every expert.
     split_axes = tuple(mesh_axis for mesh_axis in MODEL_AXES if layout.size(mesh_axis) > 1)
     if split_axes:
-        expert_sums_of_tokens = lax.psum(expert_sums_of_tokens.astype(x.dtype), split_axes).astype(
-            jnp.float32
-        )
-    return expert_sums_of_tokens.reshape(x.shape)
+        summed_expert_results_of_tokens = lax.psum(
+            summed_expert_results_of_tokens.astype(x.dtype), split_axes
+        ).astype(jnp.float32)
+    return summed_expert_results_of_tokens.reshape(x.shape)
 
 
 def _sum_in_ring(
@@ -277,8 +281,8 @@ def _sum_in_ring(
 
     def hop(arrays: Any, shift: int) -> Any:
         sender_receiver_pairs = [
-            (device, ring[(ring_index + shift) % device_count])
-            for ring_index, device in enumerate(ring)
+            (sender_number, ring[(ring_index + shift) % device_count])
+            for ring_index, sender_number in enumerate(ring)
         ]
         return lax.ppermute(arrays, "expert", sender_receiver_pairs)
 
@@ -297,12 +301,14 @@ def _sum_in_ring(
             arrives with each transfer. Each half is a list of three arrays: the tokens, their
             routing weights and their chosen experts.
         """
-        halves_of_parts = [[token_array[half_slice] for token_array in arrays_to_send]]
+        arrays_of_collected_halves = [
+            [per_token_array[half_slice] for per_token_array in arrays_to_send]
+        ]
         for _ in range(1, device_count):
-            halves_of_parts.append(hop(halves_of_parts[-1], ring_shift))
-        return halves_of_parts
+            arrays_of_collected_halves.append(hop(arrays_of_collected_halves[-1], ring_shift))
+        return arrays_of_collected_halves
 
-    first_halves_of_parts, second_halves_of_parts = (
+    first_halves_of_token_parts, second_halves_of_token_parts = (
         collect_halves(half_slice, ring_shift) for half_slice, ring_shift in half_slices_and_shifts
     )
     # Two elements for each part of the collected tokens: its first half and its second half. Each
@@ -310,8 +316,10 @@ def _sum_in_ring(
     # The parts are in the order of their numbers, because `jnp.split` below divides the results
     # into the same parts again.
     token_halves_in_part_order: list[list[Array]] = []
-    for halves_of_part in zip(first_halves_of_parts, second_halves_of_parts, strict=True):
-        token_halves_in_part_order.extend(halves_of_part)
+    for halves_of_token_part in zip(
+        first_halves_of_token_parts, second_halves_of_token_parts, strict=True
+    ):
+        token_halves_in_part_order.extend(halves_of_token_part)
     x, routing_weights, chosen_expert_numbers = (
         jnp.concatenate(arrays_of_token_halves)
         for arrays_of_token_halves in zip(*token_halves_in_part_order, strict=True)
@@ -335,16 +343,16 @@ def _sum_in_ring(
     own_part_results, *other_part_results = map(
         lax.optimization_barrier, jnp.split(y, device_count)
     )
-    sums_of_halves = []
+    summed_results_of_token_halves = []
     for half_slice, ring_shift in half_slices_and_shifts:
-        sum_of_half = other_part_results[0][half_slice]
+        summed_results_of_token_half = other_part_results[0][half_slice]
         for part_results in [*other_part_results[1:], own_part_results]:
-            sum_of_half = (
-                hop(sum_of_half.astype(x.dtype), ring_shift).astype(jnp.float32)
+            summed_results_of_token_half = (
+                hop(summed_results_of_token_half.astype(x.dtype), ring_shift).astype(jnp.float32)
                 + part_results[half_slice]
             )
-        sums_of_halves.append(sum_of_half)
-    return jnp.concatenate(sums_of_halves)
+        summed_results_of_token_halves.append(summed_results_of_token_half)
+    return jnp.concatenate(summed_results_of_token_halves)
 
 
 def in_sorted_rows(
@@ -393,32 +401,34 @@ def in_sorted_rows(
     )
     # For each token and each of its X chosen experts, the index in `sorted_rows` of the row of this
     # token and expert, (T, X).
-    sorted_row_index_of_choice = (
+    indices_in_sorted_rows = (
         jnp.zeros_like(row_numbers_sorted_by_expert)
         .at[row_numbers_sorted_by_expert]
         .set(jnp.arange(row_numbers_sorted_by_expert.size))
     )
-    sorted_row_index_of_choice = sorted_row_index_of_choice.reshape(chosen_experts.shape)
+    indices_in_sorted_rows = indices_in_sorted_rows.reshape(chosen_experts.shape)
 
     def add_up(
-        sorted_row_indices: Array, routing_weights: Array, local_expert_mask: Array
+        indices_in_sorted_rows: Array, routing_weights: Array, local_expert_mask: Array
     ) -> Array:
-        expert_sums_of_tokens = jnp.zeros((len(sorted_row_indices), x.shape[1]), jnp.float32)
+        summed_expert_results_of_tokens = jnp.zeros(
+            (len(indices_in_sorted_rows), x.shape[1]), jnp.float32
+        )
         # Choice i is the expert with the index i among the chosen experts of every token.
-        for choice_index, sorted_row_indices_of_choice in enumerate(sorted_row_indices.T):
+        for choice_index, indices_in_sorted_rows_of_choice in enumerate(indices_in_sorted_rows.T):
             expert_results = from_bits(
-                expert_result_bits[sorted_row_indices_of_choice], x.dtype
+                expert_result_bits[indices_in_sorted_rows_of_choice], x.dtype
             ).astype(jnp.float32)
-            expert_sums_of_tokens += jnp.where(
+            summed_expert_results_of_tokens += jnp.where(
                 local_expert_mask[:, choice_index, None],
                 expert_results * routing_weights[:, choice_index, None],
                 0,
             )
-        return expert_sums_of_tokens
+        return summed_expert_results_of_tokens
 
     parts_of_arrays = [
-        jnp.split(token_array, parts)
-        for token_array in (sorted_row_index_of_choice, routing_weights, local_expert_mask)
+        jnp.split(per_token_array, parts)
+        for per_token_array in (indices_in_sorted_rows, routing_weights, local_expert_mask)
     ]
     return jnp.concatenate(
         [add_up(*arrays_of_part) for arrays_of_part in zip(*parts_of_arrays, strict=True)]
@@ -523,8 +533,8 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     return from_bits(y[:row_count], x.dtype)
 
 
-sum_ragged_experts = partial(in_sorted_rows, _run_with_ragged_dot)
-sum_tiled_experts = partial(in_sorted_rows, _run_in_tiles)
+sum_experts_with_ragged_dot = partial(in_sorted_rows, _run_with_ragged_dot)
+sum_experts_in_tiles = partial(in_sorted_rows, _run_in_tiles)
 
 
 def one_expert_after_the_other(
@@ -549,7 +559,7 @@ def one_expert_after_the_other(
         The sums, (T, D) float32.
     """
     layer_number, gate_stack, up_stack, down_stack = stacks
-    expert_sums_of_tokens = jnp.zeros(x.shape, jnp.float32)
+    summed_expert_results_of_tokens = jnp.zeros(x.shape, jnp.float32)
     for expert_number in range(gate_stack.shape[1]):
         gate_activations = jax.nn.silu(
             einsum("TD,DM->TM", x, gate_stack[layer_number, expert_number])
@@ -560,7 +570,7 @@ def one_expert_after_the_other(
         routing_weights_of_expert = jnp.where(
             chosen_experts == expert_number, routing_weights, 0
         ).sum(axis=-1, keepdims=True)
-        expert_sums_of_tokens += routing_weights_of_expert * einsum(
+        summed_expert_results_of_tokens += routing_weights_of_expert * einsum(
             "TM,MD->TD", gated_values, down_stack[layer_number, expert_number]
         )
-    return expert_sums_of_tokens
+    return summed_expert_results_of_tokens

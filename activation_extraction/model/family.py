@@ -132,15 +132,15 @@ def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
         source: The path of config.json, for the message.
     """
     vision_note = " (a model with vision inputs)" if "vision_config" in raw else ""
-    supported_family_texts = []
+    supported_family_phrases = []
     for model_type, family in FAMILIES.items():
-        prefix_if_multimodal = "the text of " if family.is_multimodal else ""
-        supported_family_texts.append(
-            f"{model_type} ({prefix_if_multimodal}{family.released_models_phrase})"
-        )
+        models_phrase = family.released_models_phrase
+        if family.is_multimodal:
+            models_phrase = f"the text of {models_phrase}"
+        supported_family_phrases.append(f"{model_type} ({models_phrase})")
     return InputError(
         f"{source}: model_type {raw.get('model_type')!r}{vision_note} is not supported; supported "
-        f"are: {', '.join(supported_family_texts)}"
+        f"are: {', '.join(supported_family_phrases)}"
     )
 
 

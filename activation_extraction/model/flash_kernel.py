@@ -68,8 +68,8 @@ def flash_attention(
     key_segments = whole_blocks(segments.k, KEYS, PADDING)
     row_count, padded_query_count, head_count = q.shape[:3]
     padded_key_count = k.shape[1]
-    query_heads_per_key = head_count // k.shape[2]
-    first_key_block_of_span, end_key_block_of_span = _spans(
+    query_heads_per_key_head = head_count // k.shape[2]
+    first_key_block_numbers, end_key_block_numbers = _spans(
         query_segments, key_segments, first_query, window
     )
     # The kernel runs once for each block of queries i, query head n and row b.
@@ -77,7 +77,7 @@ def flash_attention(
     query_block_spec = pl.BlockSpec((None, QUERIES, None, head_size), lambda i, n, b: (b, i, n, 0))
     key_block_spec = pl.BlockSpec(
         (None, padded_key_count, None, head_size),
-        lambda i, n, b: (b, 0, n // query_heads_per_key, 0),
+        lambda i, n, b: (b, 0, n // query_heads_per_key_head, 0),
     )
     padded_output = pl.pallas_call(
         partial(_attend, window=window),
@@ -98,8 +98,8 @@ def flash_attention(
         interpret=interpret,
     )(
         jnp.full(1, first_query, jnp.int32),
-        first_key_block_of_span,
-        end_key_block_of_span,
+        first_key_block_numbers,
+        end_key_block_numbers,
         q,
         k,
         v,
@@ -129,20 +129,24 @@ def _spans(
     """
     # The span of keys that a block of queries reads begins where the segment of the block's first
     # query begins.
-    first_segment_of_block = query_segments[:, ::QUERIES]
-    is_key_in_segment_of_block = key_segments[:, None, :] == first_segment_of_block[..., None]
-    first_key_index_of_span = jnp.argmax(is_key_in_segment_of_block, axis=-1).astype(jnp.int32)
-    end_key_index_of_span = first_query + QUERIES * jnp.arange(
-        1, first_segment_of_block.shape[1] + 1, dtype=jnp.int32
+    first_segments_of_query_blocks = query_segments[:, ::QUERIES]
+    key_in_first_segment_mask = (
+        key_segments[:, None, :] == first_segments_of_query_blocks[..., None]
+    )
+    first_key_indices_of_spans = jnp.argmax(key_in_first_segment_mask, axis=-1).astype(jnp.int32)
+    end_key_indices_of_spans = first_query + QUERIES * jnp.arange(
+        1, first_segments_of_query_blocks.shape[1] + 1, dtype=jnp.int32
     )
     if window is not None:
-        first_key_index_of_span = jnp.maximum(
-            first_key_index_of_span, end_key_index_of_span - QUERIES - window + 1
+        first_key_indices_of_spans = jnp.maximum(
+            first_key_indices_of_spans, end_key_indices_of_spans - QUERIES - window + 1
         )
-    end_key_index_of_span = jnp.where(
-        first_segment_of_block > 0, jnp.minimum(end_key_index_of_span, key_segments.shape[1]), 0
+    end_key_indices_of_spans = jnp.where(
+        first_segments_of_query_blocks > 0,
+        jnp.minimum(end_key_indices_of_spans, key_segments.shape[1]),
+        0,
     )
-    return first_key_index_of_span // KEYS, pl.cdiv(end_key_index_of_span, KEYS)
+    return first_key_indices_of_spans // KEYS, pl.cdiv(end_key_indices_of_spans, KEYS)
 
 
 def _attend(
@@ -191,12 +195,12 @@ def _attend(
             block_number: The number of the block of keys.
             state: The softmax over the blocks of keys before this one, as a tuple: the weighted sum
                 of the values for each query, (QUERIES, H); the largest score of each query,
-                (QUERIES,); the sum of the weights of each query, (QUERIES,).
+                (QUERIES,); the sum of the softmax weights of each query, (QUERIES,).
 
         Returns:
             The state after this block of keys, as the same tuple.
         """
-        weighted_value_sums, max_scores, key_weight_sums = state
+        weighted_value_sums, max_scores, softmax_weight_sums = state
         key_slice = pl.ds(block_number * KEYS, KEYS)
         query_key_distances = (
             query_indices[:, None] - (block_number * KEYS + jnp.arange(KEYS))[None]
@@ -209,14 +213,14 @@ def _attend(
         query_key_scores = plgpu.dot(q, k_ref[key_slice, :].T) * math.log2(math.e)
         query_key_scores = jnp.where(sees_key, query_key_scores, UNSEEN)
         new_max_scores = jnp.maximum(max_scores, query_key_scores.max(axis=1))
-        key_weights = jnp.exp2(query_key_scores - new_max_scores[:, None])
+        softmax_weights = jnp.exp2(query_key_scores - new_max_scores[:, None])
         rescale_factors = jnp.exp2(max_scores - new_max_scores)
         weighted_value_sums = weighted_value_sums * rescale_factors[:, None]
-        weighted_value_sums += plgpu.dot(key_weights.astype(v_ref.dtype), v_ref[key_slice, :])
+        weighted_value_sums += plgpu.dot(softmax_weights.astype(v_ref.dtype), v_ref[key_slice, :])
         return (
             weighted_value_sums,
             new_max_scores,
-            key_weight_sums * rescale_factors + key_weights.sum(axis=1),
+            softmax_weight_sums * rescale_factors + softmax_weights.sum(axis=1),
         )
 
     # The state before any key is added: for each query, the weighted sum of values, the largest
@@ -226,11 +230,11 @@ def _attend(
         jnp.full(QUERIES, UNSEEN),
         jnp.zeros(QUERIES),
     )
-    weighted_value_sums, _, key_weight_sums = lax.fori_loop(
+    weighted_value_sums, _, softmax_weight_sums = lax.fori_loop(
         begin_ref[0], end_ref[0], add_keys, initial_softmax_state
     )
     # A block of queries that are all padding has an empty span, so its sums of weights are 0. They
     # are replaced by 1, because 0 / 0 would be NaN.
     out_ref[...] = (
-        weighted_value_sums / jnp.where(key_weight_sums == 0, 1, key_weight_sums)[:, None]
+        weighted_value_sums / jnp.where(softmax_weight_sums == 0, 1, softmax_weight_sums)[:, None]
     ).astype(out_ref.dtype)

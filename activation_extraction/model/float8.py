@@ -229,16 +229,16 @@ class Scales:
     This object contains the place and the layout of the scales. `dequantize` reads the scales.
 
     Attributes:
-        tensor_name: The name of the tensor in the language model.
-        tensor_shape: The shape of the tensor.
+        scaled_tensor_name: The name of the float8 tensor in the language model.
+        scaled_tensor_shape: The shape of the float8 tensor.
         scales_file: The file that contains the scales.
         scales_tensor_name: The name of the tensor of scales in this file.
         block_shape_of_scale: The shape of the blocks of values that share a scale: for each axis of
             the tensor, the number of consecutive values.
     """
 
-    tensor_name: str
-    tensor_shape: Shape
+    scaled_tensor_name: str
+    scaled_tensor_shape: Shape
     scales_file: WeightFile
     scales_tensor_name: str
     block_shape_of_scale: Shape
@@ -334,18 +334,21 @@ class Scales:
         # axis.
         scale_indices_of_axes = []
         for axis_slice, axis_size, values_per_scale in zip(
-            index, self.tensor_shape, self.block_shape_of_scale, strict=True
+            index, self.scaled_tensor_shape, self.block_shape_of_scale, strict=True
         ):
             start_index, stop_index, _ = axis_slice.indices(axis_size)
             scale_indices_of_axes.append(np.arange(start_index, stop_index) // values_per_scale)
-        *expert_scale_indices, row_scale_indices, column_scale_indices = scale_indices_of_axes
+        scale_indices_of_leading_axes = scale_indices_of_axes[:-2]
+        row_scale_indices, column_scale_indices = scale_indices_of_axes[-2:]
         lookup_table_size = len(FLOAT32_OF_BYTE)
         scales_of_columns = self._read()[
             ..., column_scale_indices[0] : column_scale_indices[-1] + 1
         ]
         scale_count_per_row = scales_of_columns.shape[-1]
-        column_table_offsets = (column_scale_indices - column_scale_indices[0]) * lookup_table_size
-        part_values = np.empty(stored_values.shape, dtype)
+        lookup_table_offsets_of_columns = (
+            column_scale_indices - column_scale_indices[0]
+        ) * lookup_table_size
+        dequantized_values = np.empty(stored_values.shape, dtype)
         # The rows are computed in chunks, so that neither the values of a chunk nor its lookup
         # tables leave a core's caches.
         table_value_count_per_row = (
@@ -356,21 +359,22 @@ class Scales:
         )
         for matrix_index in np.ndindex(stored_values.shape[:-2]):
             scale_matrix_index = tuple(
-                axis_scale_indices[index_on_axis]
-                for axis_scale_indices, index_on_axis in zip(
-                    expert_scale_indices, matrix_index, strict=True
+                scale_indices_along_axis[index_on_axis]
+                for scale_indices_along_axis, index_on_axis in zip(
+                    scale_indices_of_leading_axes, matrix_index, strict=True
                 )
             )
-            matrix_scales = scales_of_columns[scale_matrix_index]
+            scale_matrix = scales_of_columns[scale_matrix_index]
             for first_row_index in range(0, len(row_scale_indices), rows_per_chunk):
                 chunk_slice = slice(first_row_index, first_row_index + rows_per_chunk)
                 chunk_values_as_uint8 = stored_values[matrix_index][chunk_slice].view(np.uint8)
                 chunk_scale_indices = row_scale_indices[chunk_slice]
                 if (chunk_values_as_uint8 & NAN_BYTE).max() == NAN_BYTE:
                     raise InputError(
-                        f"{self.scales_file.location}: tensor {self.tensor_name} has NaN values"
+                        f"{self.scales_file.location}: tensor {self.scaled_tensor_name} has NaN "
+                        "values"
                     )
-                chunk_scales = matrix_scales[
+                chunk_scales = scale_matrix[
                     chunk_scale_indices[0] : chunk_scale_indices[-1] + 1, :, None
                 ]
                 scaled_value_table = (FLOAT32_OF_BYTE * chunk_scales).astype(dtype).reshape(-1)
@@ -378,23 +382,23 @@ class Scales:
                 index_dtype = np.min_scalar_type(len(scaled_value_table))
                 table_indices = np.add(
                     chunk_values_as_uint8,
-                    column_table_offsets.astype(index_dtype),
+                    lookup_table_offsets_of_columns.astype(index_dtype),
                     dtype=index_dtype,
                 )
-                table_offsets_of_rows = (
+                lookup_table_offsets_of_rows = (
                     (chunk_scale_indices - chunk_scale_indices[0])
                     * lookup_table_size
                     * scale_count_per_row
                 )
-                table_indices += table_offsets_of_rows.astype(index_dtype)[:, None]
+                table_indices += lookup_table_offsets_of_rows.astype(index_dtype)[:, None]
                 # In its default mode, "raise", np.take would copy the values once more.
                 np.take(
                     scaled_value_table,
                     table_indices,
-                    out=part_values[matrix_index][chunk_slice],
+                    out=dequantized_values[matrix_index][chunk_slice],
                     mode="wrap",
                 )
-        return part_values
+        return dequantized_values
 
     def _read(self) -> np.ndarray:
         """Reads all scales of the tensor.
@@ -420,7 +424,7 @@ class Scales:
         scale_counts_of_axes = [
             -(-axis_size // values_per_scale)
             for axis_size, values_per_scale in zip(
-                self.tensor_shape, self.block_shape_of_scale, strict=True
+                self.scaled_tensor_shape, self.block_shape_of_scale, strict=True
             )
         ]
         return stored_scales.reshape(scale_counts_of_axes)
@@ -441,12 +445,12 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
     if len(shape) not in (2, 3):
         return {}
     *expert_axis_sizes, row_count, column_count = shape
-    ones_for_experts = (1,) * len(expert_axis_sizes)  # empty without experts
+    expert_block_sizes = (1,) * len(expert_axis_sizes)  # empty if the tensor has no axis of experts
     # The last block of rows and the last block of columns may be smaller than the others.
     block_counts_of_axes = -(-row_count // block_size[0]), -(-column_count // block_size[1])
     block_shape_by_scales_shape = {
         (1,): shape,
-        (*expert_axis_sizes, row_count, 1): (*ones_for_experts, 1, column_count),
+        (*expert_axis_sizes, row_count, 1): (*expert_block_sizes, 1, column_count),
     }
     if expert_axis_sizes:
         shapes_with_one_scale_per_expert = (
@@ -455,10 +459,10 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
             (*expert_axis_sizes, 1, 1),
         )
         block_shape_by_scales_shape |= dict.fromkeys(
-            shapes_with_one_scale_per_expert, (*ones_for_experts, row_count, column_count)
+            shapes_with_one_scale_per_expert, (*expert_block_sizes, row_count, column_count)
         )
     block_shape_by_scales_shape |= {
-        (*expert_axis_sizes, *block_counts_of_axes): (*ones_for_experts, *block_size)
+        (*expert_axis_sizes, *block_counts_of_axes): (*expert_block_sizes, *block_size)
     }
     if not expert_axis_sizes:
         # modelopt writes scales of rows and of blocks in these shapes.

@@ -19,12 +19,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from activation_extraction.model.experts import Stacks, in_sorted_rows, sum_tiled_experts
+from activation_extraction.model.experts import Stacks, in_sorted_rows, sum_experts_in_tiles
 
 # A program of the kernel multiplies a tile of ROWS rows with a block of COLUMNS columns of the
 # weights, at most INNER inputs at a time. These sizes were chosen when the gate, up and down
 # projections still had one kernel each. Then the three kernels took 3.5 ms for 16,384 tokens in one
-# layer of Qwen3-30B-A3B on an H100, and `sum_tiled_experts` took 45 ms. Now one kernel computes
+# layer of Qwen3-30B-A3B on an H100, and `sum_experts_in_tiles` took 45 ms. Now one kernel computes
 # both gate and up, for which there is no such measurement.
 ROWS, COLUMNS, INNER = 128, 128, 64
 
@@ -42,8 +42,8 @@ def grouped_experts(
     Letters: T tokens, D hidden, X experts of a token.
 
     The results of the kernels have the dtype of x. If x is float32, this function calls
-    `sum_tiled_experts` instead of the kernels, because the GPU's matrix units would round float32
-    values.
+    `sum_experts_in_tiles` instead of the kernels, because the GPU's matrix units would round
+    float32 values.
 
     Args:
         x: The tokens, (T, D).
@@ -60,7 +60,7 @@ def grouped_experts(
         The sums, (T, D) float32. See `ExpertSumFunction`.
     """
     if x.dtype == jnp.float32:
-        return sum_tiled_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
+        return sum_experts_in_tiles(x, routing_weights, chosen_experts, stacks, parts=parts)
     run_experts = partial(_run_in_kernels, interpret=interpret)
     return in_sorted_rows(run_experts, x, routing_weights, chosen_experts, stacks, parts=parts)
 
@@ -84,11 +84,11 @@ def _run_in_kernels(x: Array, row_counts: Array, stacks: Stacks, interpret: bool
         The result of each row's expert, (n, D) in the dtype of x. Rows after the last expert's rows
         are meaningless.
     """
-    layer_number, *layer_stacks = stacks
     gate_stack, up_stack, down_stack = (
-        layer_stack.reshape(-1, *layer_stack.shape[2:]) for layer_stack in layer_stacks
+        weights_of_all_layers.reshape(-1, *weights_of_all_layers.shape[2:])
+        for weights_of_all_layers in (stacks.gate, stacks.up, stacks.down)
     )
-    first_expert_index_in_stacks = layer_number * len(row_counts)
+    first_expert_index_in_stacks = stacks.layer_number * len(row_counts)
     # silu(gate projection) * up projection of each row.
     gated_values = _product(
         x, [gate_stack, up_stack], row_counts, first_expert_index_in_stacks, interpret
@@ -216,27 +216,27 @@ def _multiply(
             columns of the result, (n, columns).
         inputs_at_once: The number of inputs that are multiplied at a time.
     """
-    *stack_blocks, out_ref = stacks_and_out
+    *weight_stack_refs, out_ref = stacks_and_out
     first_row_index = start_ref[0]
     end_row_index = end_ref[0]
     expert_number = expert_ref[0]
     tile_rows_slice = pl.ds(first_row_index, ROWS)
     # The rows after the expert's last one belong to other experts.
-    row_of_expert_mask = (first_row_index + jnp.arange(ROWS) < end_row_index)[:, None]
+    expert_rows_mask = (first_row_index + jnp.arange(ROWS) < end_row_index)[:, None]
 
     def add_inputs(number: Array, products: list[Array]) -> list[Array]:
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
-        x = plgpu.load(x_ref.at[tile_rows_slice, input_slice], mask=row_of_expert_mask, other=0.0)
+        x = plgpu.load(x_ref.at[tile_rows_slice, input_slice], mask=expert_rows_mask, other=0.0)
         product_of_each_stack = []
-        for product_so_far, stack_block in zip(products, stack_blocks, strict=True):
+        for product_so_far, weight_stack_ref in zip(products, weight_stack_refs, strict=True):
             product_of_each_stack.append(
-                product_so_far + plgpu.dot(x, stack_block[expert_number, input_slice, :])
+                product_so_far + plgpu.dot(x, weight_stack_ref[expert_number, input_slice, :])
             )
         return product_of_each_stack
 
     @pl.when(first_row_index < end_row_index)
     def _() -> None:
-        initial_sums = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stack_blocks)
+        initial_sums = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(weight_stack_refs)
         products = lax.fori_loop(0, x_ref.shape[1] // inputs_at_once, add_inputs, initial_sums)
         tile_result = products[-1]
         if len(products) == 2:
@@ -244,5 +244,5 @@ def _multiply(
         plgpu.store(
             out_ref.at[tile_rows_slice, :],
             tile_result.astype(out_ref.dtype),
-            mask=row_of_expert_mask,
+            mask=expert_rows_mask,
         )

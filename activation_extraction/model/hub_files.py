@@ -228,8 +228,8 @@ class HubFiles:
         if self._repository_kind is AUTOENCODER:
             autoencoder_folder = (snapshot / name).parent
             return autoencoder_folder.is_dir() and any(
-                autoencoder_path.name.endswith(AUTOENCODER_WEIGHTS)
-                for autoencoder_path in autoencoder_folder.iterdir()
+                file_path.name.endswith(AUTOENCODER_WEIGHTS)
+                for file_path in autoencoder_folder.iterdir()
             )
         if not (snapshot / self._repository_kind.config_file_name).is_file():
             return False

@@ -29,8 +29,8 @@ from activation_extraction.model.delta_net import DeltaRuleFunction, gated_delta
 from activation_extraction.model.expert_kernel import pallas_experts
 from activation_extraction.model.experts import (
     ExpertSumFunction,
-    sum_ragged_experts,
-    sum_tiled_experts,
+    sum_experts_in_tiles,
+    sum_experts_with_ragged_dot,
 )
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
@@ -58,7 +58,7 @@ class Kernels(NamedTuple):
     """
 
     attention: AttentionFunction = blocked_attention
-    experts: ExpertSumFunction = sum_tiled_experts
+    experts: ExpertSumFunction = sum_experts_in_tiles
     delta_rule: DeltaRuleFunction = gated_delta_rule
 
 
@@ -156,7 +156,7 @@ PREFERRED: Mapping[str, KernelsByFieldAndName] = {
     "cpu": {},
     "tpu": {
         "attention": {"splash": splash_attention},
-        "experts": {"pallas": pallas_experts, "ragged_dot": sum_ragged_experts},
+        "experts": {"pallas": pallas_experts, "ragged_dot": sum_experts_with_ragged_dot},
         "delta_rule": {"pallas": pallas_delta_rule},
     },
     "gpu": {"attention": {"flash": flash_attention}, "experts": {"grouped": grouped_experts}},
