@@ -360,8 +360,8 @@ class TokenSource:
 
         If the file is mapped into memory and the activations are not encoded, the activations are
         views of the file. Encoded activations are decoded to the dtype of the options. Unwanted
-        tokens between two wanted tokens are read as well, unless it is more than MIN_SKIPPED_BYTES
-        bytes from one wanted token to the next.
+        tokens between two of the requested tokens are read as well, unless the two requested tokens
+        are more than MIN_SKIPPED_BYTES bytes apart.
 
         Args:
             chunk_tokens: All tokens of some chunks of a shard, without their activations.

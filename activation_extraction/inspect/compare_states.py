@@ -257,7 +257,7 @@ class Alignment(NamedTuple):
     sample, hook or token than expected. The alignments of the layer show to which.
 
     Attributes:
-        computed_row_number: Number, in the other program's data set, of the row whose sample was
+        row_number_of_sample: Number, in the other program's data set, of the row whose sample was
             computed. It may be another row than the row whose file contains the layer.
         hook_name: Name of the hook at which the states were computed.
         token_offset_from_state: Index of a token in the sample minus the index of the stored state
@@ -266,7 +266,7 @@ class Alignment(NamedTuple):
             which it is compared, bool (states,).
     """
 
-    computed_row_number: int
+    row_number_of_sample: int
     hook_name: str
     token_offset_from_state: int
     matching_state_mask: np.ndarray
@@ -280,7 +280,7 @@ class Alignment(NamedTuple):
 def align(
     row: StoredRow,
     layer: int,
-    computed_row_number: int,
+    row_number_of_sample: int,
     hook: str,
     computed: np.ndarray,
     limits: Limits,
@@ -294,7 +294,7 @@ def align(
     Args:
         row: Content of the file with the stored states.
         layer: Index of the layer in `row.states_of_layers`.
-        computed_row_number: Number, in the other program's data set, of the row whose sample was
+        row_number_of_sample: Number, in the other program's data set, of the row whose sample was
             computed. `row` may be the content of another row's file.
         hook: Name of the hook at which the states were computed.
         computed: Computed states of the sample, float32 (tokens, width).
@@ -322,16 +322,21 @@ def align(
         )
     match_mask &= computed_squared_norms > 0
     state_indices, token_indices = np.nonzero(match_mask)
-    offsets_of_matches = token_indices - state_indices
-    distinct_offsets, counts_of_offsets = np.unique(offsets_of_matches, return_counts=True)
-    indices_most_frequent_first = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))
-    most_frequent_offsets = distinct_offsets[indices_most_frequent_first[:MAX_PARTS]]
+    token_offsets_of_matches = token_indices - state_indices
+    distinct_token_offsets, counts_of_token_offsets = np.unique(
+        token_offsets_of_matches, return_counts=True
+    )
+    indices_most_frequent_first = np.lexsort(
+        (np.abs(distinct_token_offsets), -counts_of_token_offsets)
+    )
+    most_frequent_token_offsets = distinct_token_offsets[indices_most_frequent_first[:MAX_PARTS]]
     alignments: list[Alignment] = []
-    for token_offset_from_state in most_frequent_offsets.tolist():
+    for token_offset_from_state in most_frequent_token_offsets.tolist():
         matching_state_mask = np.zeros(len(stored_states), bool)
-        matching_state_mask[state_indices[offsets_of_matches == token_offset_from_state]] = True
+        match_at_offset_mask = token_offsets_of_matches == token_offset_from_state
+        matching_state_mask[state_indices[match_at_offset_mask]] = True
         alignments.append(
-            Alignment(computed_row_number, hook, token_offset_from_state, matching_state_mask)
+            Alignment(row_number_of_sample, hook, token_offset_from_state, matching_state_mask)
         )
     return alignments
 

@@ -122,7 +122,7 @@ def _loss_mask(
     """
     loss_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
-        # The stored column contains the mask of the whole document, also if the sample is only a
+        # The stored column contains the mask of the whole document, even if the sample is only a
         # piece of the document.
         loss_mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
         # A tuple of the number of the piece, the index of its first token in the document, and the
@@ -170,8 +170,8 @@ def hooks_by_hidden_state_index(hooks: Iterable[str]) -> dict[int, str]:
     """
     hook_name_by_hidden_state_index: dict[int, str] = {}
     for hook_name in hooks:
-        if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_name):
-            block_number, pre_or_post = hook_match.groups()
+        if hook_name_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_name):
+            block_number, pre_or_post = hook_name_match.groups()
             hidden_state_index = (
                 int(block_number) + 1 if pre_or_post == "post" else int(block_number)
             )

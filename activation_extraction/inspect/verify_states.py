@@ -796,7 +796,7 @@ def _describe_parts(
         alignments,
         key=lambda alignment: (
             alignment.hook_name != hook.name,
-            abs(alignment.computed_row_number - check.row_number),
+            abs(alignment.row_number_of_sample - check.row_number),
             alignment.token_offset_from_state != 0,
         ),
     )
@@ -813,7 +813,7 @@ def _describe_parts(
         f"{_error(best_match)}, a token up to {_percent(best_match.largest_token_error)}"
     )
     if (best_match.hook_name, best_match.token_offset_from_state) == (hook.name, 0) and any(
-        (alignment.hook_name, alignment.computed_row_number, alignment.token_offset_from_state)
+        (alignment.hook_name, alignment.row_number_of_sample, alignment.token_offset_from_state)
         == (hook.name, check.row_number, 0)
         and alignment.matching_state_mask.all()
         for alignment in alignments
@@ -869,21 +869,21 @@ def _part_phrase(
         alignment: The stored states, and the sample, hook and tokens whose computed states they
             match.
         row_number: Number of the row in whose file the stored states were found. They may belong to
-            the sample of another row, which `alignment.computed_row_number` tells.
+            the sample of another row, which `alignment.row_number_of_sample` tells.
         hook: Hook at which the stored states should have been computed.
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
     """
     other_hook_phrase = _other_hook(alignment.hook_name, hook, model)
     do_all_states_match = bool(alignment.matching_state_mask.all())
-    is_same_row = alignment.computed_row_number == row_number
+    is_same_row = alignment.row_number_of_sample == row_number
     if is_same_row and not alignment.token_offset_from_state and not other_hook_phrase:
         return f"the right states in {_tokens_phrase(alignment.matching_state_mask)}"
     matching_state_indices = np.flatnonzero(alignment.matching_state_mask)
     first_token_index, last_token_index = (
         matching_state_indices[[0, -1]] + alignment.token_offset_from_state
     ).tolist()
-    row_phrase = "" if is_same_row else f" of row {alignment.computed_row_number}"
+    row_phrase = "" if is_same_row else f" of row {alignment.row_number_of_sample}"
     if do_all_states_match and not is_same_row and not alignment.token_offset_from_state:
         return f"the states{row_phrase}{other_hook_phrase}"
     tokens_phrase = (
