@@ -69,7 +69,7 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
         return Run(
             shard_bytes // num_hooks,
             num_hooks=num_hooks,
-            width=width,
+            activation_width=width,
             max_shard_bytes=max_shard_bytes,
             **fields,
         )

@@ -1,7 +1,7 @@
 """Measures how fast a run is read from a bucket: `python -m benchmarks.reading`. It needs PyTorch.
 
 It stores runs in bfloat16 and safetensors, and serves them with bucket_server.py, which simulates a
-remote bucket: every answer begins after a latency, and the bandwidth of every connection is
+remote bucket: every response begins after a latency, and the bandwidth of every connection is
 limited. A scenario is a way to read these runs. The benchmark measures these scenarios, and prints
 the MB/s of activations that each scenario reads:
 
@@ -23,10 +23,11 @@ the scenario. They run in another process, so that neither process affects the m
   possible work.
 
 In each round, a simple reader or a scenario reads all of its bytes twice, and only the second pass
-is measured. An additional round before the others is not counted. Both exclude the time in which
-memory for buffers is first allocated, up to 256 MiB per hook. On a virtual machine, this may take
-longer than reading 1 GB, so it would change the result: a scenario reads only a few GB or less. The
-time of opening a run is not included; opening.py measures it.
+is measured. An additional round before the others is not counted. The first passes and this round
+allocate the memory for buffers, up to 256 MiB per hook, so the time of this allocation is not
+measured. On a virtual machine, the allocation may take longer than reading 1 GB, which would change
+the result, because a scenario reads only a few GB or less. The time of opening a run is not
+included; opening.py measures it.
 
 The printed figures are medians over the counted rounds, and the table also shows the smallest and
 the largest `share`. The last line printed is one JSON object. The runs take 12 GB on the disk, and
@@ -68,15 +69,17 @@ from benchmarks.processes import print_result
 # The number of tokens of a batch.
 BATCH = 1024
 MIB = 2**20
-# Two ways in which a simple reader requests ranges of files: a tuple of the number of ranges that
-# it requests at the same time, and the largest number of bytes of a range.
-BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)
+# For the simple readers `bare` and `sockets`: the number of ranges of files that they request at
+# the same time, and the largest number of bytes of a range.
+REQUESTS_OF_32_RANGES = 32, 8 * MIB
+# The same two numbers for the simple reader `of 16`, which requests fewer and smaller ranges.
+REQUESTS_OF_16_RANGES = 16, 2 * MIB
 # The number of tokens of a sample.
 LENGTH = 2048
 # The messages of a conversation: the role of a message, and the median number of its tokens.
 TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8
 # The default latencies in milliseconds, which are measured one after the other. The latency is the
-# time for which the bucket's server waits before each answer.
+# time for which the bucket's server waits before each response.
 LATENCIES_MS = 0.0, 10.0, 30.0, 100.0
 # The latency in milliseconds at which training is measured. It is not measured at other latencies,
 # because training takes long.
@@ -89,7 +92,7 @@ class Run(NamedTuple):
     Attributes:
         bytes_per_hook: Number of bytes of activations at each hook.
         num_hooks: Number of hooks.
-        width: Width of the activations at each hook.
+        activation_width: Width of the activations at each hook.
         max_shard_bytes: Largest number of bytes of a shard.
         has_conversations: Whether the samples are conversations.
         tokens_per_sample: Number of tokens of a sample.
@@ -97,7 +100,7 @@ class Run(NamedTuple):
 
     bytes_per_hook: int
     num_hooks: int = 1
-    width: int = 3584
+    activation_width: int = 3584
     max_shard_bytes: int = 128_000_000
     has_conversations: bool = False
     tokens_per_sample: int = LENGTH
@@ -121,7 +124,8 @@ class Run(NamedTuple):
         chat_suffix = "_chat" if self.has_conversations else ""
         length_suffix = "" if self.tokens_per_sample == LENGTH else f"_of_{self.tokens_per_sample}"
         sizes_text = (
-            f"{self.num_hooks}x{self.width}_{self.bytes_per_hook}_by_{self.max_shard_bytes}"
+            f"{self.num_hooks}x{self.activation_width}_{self.bytes_per_hook}"
+            f"_by_{self.max_shard_bytes}"
         )
         return sizes_text + chat_suffix + length_suffix
 
@@ -144,10 +148,12 @@ class Run(NamedTuple):
             shard_size_gb=self.max_shard_bytes / 1e9, shard_format="safetensors"
         )
         run_facts = RunFacts(
-            facts_by_hook_key={hook_name: {"width": self.width} for hook_name in self.hook_names}
+            facts_by_hook_key={
+                hook_key: {"width": self.activation_width} for hook_key in self.hook_names
+            }
         )
         rng = np.random.default_rng(0)
-        normal_values = rng.standard_normal((4 * LENGTH, self.width), np.float32)
+        normal_values = rng.standard_normal((4 * LENGTH, self.activation_width), np.float32)
         value_pool = normal_values.astype(ml_dtypes.bfloat16)
         with ActivationStorage(
             folder,
@@ -158,7 +164,7 @@ class Run(NamedTuple):
             facts=run_facts,
         ) as storage:
             # bfloat16 takes 2 bytes.
-            sample_bytes = self.tokens_per_sample * self.width * 2
+            sample_bytes = self.tokens_per_sample * self.activation_width * 2
             num_samples_to_store = 0 if storage.complete else self.bytes_per_hook // sample_bytes
             for sample_number in range(num_samples_to_store):
                 self._add(storage, sample_number, rng, value_pool)
@@ -180,16 +186,17 @@ class Run(NamedTuple):
         """
         sample_length = self.tokens_per_sample
         token_ids = rng.integers(0, 150_000, sample_length, np.int32)
-        labels_of_tokens = labels_of(rng, sample_length) if self.has_conversations else {}
+        token_labels_by_name = labels_of(rng, sample_length) if self.has_conversations else {}
         sample_facts = SampleFacts(sample_number, {"file": "0.jsonl", "line": sample_number})
-        sample = Sample(sample_facts, token_ids, Mark(sample_number), labels_of_tokens)
+        sample = Sample(sample_facts, token_ids, Mark(sample_number), token_labels_by_name)
         slice_starts = rng.integers(len(value_pool) - sample_length, size=self.num_hooks)
-        activations_by_hook_name: dict[int | str, np.ndarray] = {
-            hook_name: value_pool[None, slice_start : slice_start + sample_length]
-            for hook_name, slice_start in zip(self.hook_names, slice_starts, strict=True)
+        # The names of the hooks are also their keys (see `store`).
+        activations_by_hook_key: dict[int | str, np.ndarray] = {
+            hook_key: value_pool[None, slice_start : slice_start + sample_length]
+            for hook_key, slice_start in zip(self.hook_names, slice_starts, strict=True)
         }
         (batch,) = pack([sample], 1, sample_length)
-        storage.add_batch(batch, activations_by_hook_name)
+        storage.add_batch(batch, activations_by_hook_key)
 
 
 def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
@@ -206,8 +213,8 @@ def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         turn: For each token, the number of the message that contains it, from 0.
     """
     role_indices, turn_numbers = list[int](), list[int]()
-    for turn_number, (role, median_tokens) in enumerate(TURNS):
-        num_tokens = int(rng.lognormal(np.log(median_tokens), 0.8) + 1)
+    for turn_number, (role, median_token_count) in enumerate(TURNS):
+        num_tokens = int(rng.lognormal(np.log(median_token_count), 0.8) + 1)
         # Three tokens of the template stand before the message, and two stand after it.
         role_indices += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
         turn_numbers += [turn_number] * (num_tokens + 5)
@@ -300,7 +307,7 @@ def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: i
         The number of bytes that were read.
 
     Raises:
-        SystemExit: If an answer is shorter than its range.
+        SystemExit: If a response is shorter than its range.
     """
     # All threads share this iterator, which is safe because `next` is atomic.
     remaining_ranges = iter(ranges)
@@ -313,15 +320,17 @@ def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: i
             for path_in_bucket, range_start, range_stop in remaining_ranges:
                 request_headers = {"Range": f"bytes={range_start}-{range_stop - 1}"}
                 connection.request("GET", f"/{BUCKET}/{path_in_bucket}", headers=request_headers)
-                range_answer = connection.getresponse()
+                range_response = connection.getresponse()
                 range_bytes = range_stop - range_start
                 received_bytes = 0
                 while received_bytes < range_bytes:
-                    num_new_bytes = range_answer.readinto(reused_buffer[received_bytes:range_bytes])
+                    num_new_bytes = range_response.readinto(
+                        reused_buffer[received_bytes:range_bytes]
+                    )
                     if not num_new_bytes:
                         break
                     received_bytes += num_new_bytes
-                range_answer.read()
+                range_response.read()
                 if received_bytes < range_bytes:
                     raise SystemExit(
                         f"{path_in_bucket}: received {received_bytes:,} of {range_bytes:,} bytes"
@@ -509,44 +518,59 @@ def measure(
         downloaded: The bytes that the scenario downloads for each byte of activations.
     """
 
-    def rate_in_other_process(read: Callable[..., int], readers: int, max_bytes: int) -> Rate:
+    def reading_speed_in_other_process(
+        read: Callable[..., int], readers: int, max_bytes: int
+    ) -> ReadingSpeed:
         file_ranges = []
         for run in scenario.runs:
             file_ranges += ranges_of_hook(root / run.folder, run.name_of_read_hook, max_bytes)
         # The first pass is not measured, because the first pass of the scenario is not, either.
-        single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
-        return single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
+        single_process_pool.submit(
+            measure_reading_speed, read, address, file_ranges, readers
+        ).result()
+        return single_process_pool.submit(
+            measure_reading_speed, read, address, file_ranges, readers
+        ).result()
 
-    bare_reader_rate = rate_in_other_process(read_by_obstore, *BARE)
-    sixteen_ranges_reader_rate = rate_in_other_process(read_by_obstore, *OF_16)
-    socket_reader_rate = rate_in_other_process(read_by_sockets, *BARE)
+    obstore_speed_for_32_ranges = reading_speed_in_other_process(
+        read_by_obstore, *REQUESTS_OF_32_RANGES
+    )
+    obstore_speed_for_16_ranges = reading_speed_in_other_process(
+        read_by_obstore, *REQUESTS_OF_16_RANGES
+    )
+    socket_speed_for_32_ranges = reading_speed_in_other_process(
+        read_by_sockets, *REQUESTS_OF_32_RANGES
+    )
     # The first pass over the runs is not measured, because buffers may be allocated in it.
     first_pass_reader = scenario.prepare()
     first_pass_reader()
     second_pass_reader = scenario.prepare()
     traffic_before_second_pass = counts(address)
-    scenario_rate = rate_of(second_pass_reader)
+    reading_speed_of_scenario = measure_reading_speed(second_pass_reader)
     traffic_after_second_pass = counts(address)
     num_requests = traffic_after_second_pass.requests - traffic_before_second_pass.requests
     downloaded_bytes = traffic_after_second_pass.bytes - traffic_before_second_pass.bytes
     return {
-        "bare": bare_reader_rate.mb_per_second,
-        "of_16": sixteen_ranges_reader_rate.mb_per_second,
-        "sockets": socket_reader_rate.mb_per_second,
-        "read": scenario_rate.mb_per_second,
-        "share": scenario_rate.mb_per_second / bare_reader_rate.mb_per_second,
-        "share_of_16": scenario_rate.mb_per_second / sixteen_ranges_reader_rate.mb_per_second,
-        "share_of_sockets": scenario_rate.mb_per_second / socket_reader_rate.mb_per_second,
-        "core_seconds_per_gb_bare": bare_reader_rate.cpu_seconds_per_gb,
-        "core_seconds_per_gb_of_16": sixteen_ranges_reader_rate.cpu_seconds_per_gb,
-        "core_seconds_per_gb_sockets": socket_reader_rate.cpu_seconds_per_gb,
-        "core_seconds_per_gb": scenario_rate.cpu_seconds_per_gb,
-        "requests_per_gb": num_requests / scenario_rate.num_bytes * 1e9,
-        "downloaded": downloaded_bytes / scenario_rate.num_bytes,
+        "bare": obstore_speed_for_32_ranges.mb_per_second,
+        "of_16": obstore_speed_for_16_ranges.mb_per_second,
+        "sockets": socket_speed_for_32_ranges.mb_per_second,
+        "read": reading_speed_of_scenario.mb_per_second,
+        "share": reading_speed_of_scenario.mb_per_second
+        / obstore_speed_for_32_ranges.mb_per_second,
+        "share_of_16": reading_speed_of_scenario.mb_per_second
+        / obstore_speed_for_16_ranges.mb_per_second,
+        "share_of_sockets": reading_speed_of_scenario.mb_per_second
+        / socket_speed_for_32_ranges.mb_per_second,
+        "core_seconds_per_gb_bare": obstore_speed_for_32_ranges.cpu_seconds_per_gb,
+        "core_seconds_per_gb_of_16": obstore_speed_for_16_ranges.cpu_seconds_per_gb,
+        "core_seconds_per_gb_sockets": socket_speed_for_32_ranges.cpu_seconds_per_gb,
+        "core_seconds_per_gb": reading_speed_of_scenario.cpu_seconds_per_gb,
+        "requests_per_gb": num_requests / reading_speed_of_scenario.num_bytes * 1e9,
+        "downloaded": downloaded_bytes / reading_speed_of_scenario.num_bytes,
     }
 
 
-class Rate(NamedTuple):
+class ReadingSpeed(NamedTuple):
     """The speed of a reader in one pass.
 
     Attributes:
@@ -560,7 +584,7 @@ class Rate(NamedTuple):
     num_bytes: int
 
 
-def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
+def measure_reading_speed(read: Callable[..., int], *arguments: Any) -> ReadingSpeed:
     """Measures the speed of a function that reads bytes, by calling it once.
 
     Args:
@@ -574,7 +598,7 @@ def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
     num_read_bytes = read(*arguments)
     reading_seconds = time.perf_counter() - start_time
     cpu_seconds = time.process_time() - cpu_start_time
-    return Rate(
+    return ReadingSpeed(
         num_read_bytes / 1e6 / reading_seconds, cpu_seconds / num_read_bytes * 1e9, num_read_bytes
     )
 
@@ -588,18 +612,18 @@ def summarise(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
     Returns:
         Name of a figure -> list of its median, its smallest and its largest value.
     """
-    summary_by_figure = {}
+    summary_by_figure_name = {}
     for figure_name in rounds[0]:
         values_of_rounds = [figures_of_round[figure_name] for figures_of_round in rounds]
-        median_min_and_max_of_figure = (
+        median_min_and_max = (
             statistics.median(values_of_rounds),
             min(values_of_rounds),
             max(values_of_rounds),
         )
-        summary_by_figure[figure_name] = [
-            round(figure, 3) for figure in median_min_and_max_of_figure
+        summary_by_figure_name[figure_name] = [
+            round(statistic, 3) for statistic in median_min_and_max
         ]
-    return summary_by_figure
+    return summary_by_figure_name
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -613,7 +637,7 @@ def main(argv: list[str] | None = None) -> None:
         type=float,
         nargs="+",
         default=LATENCIES_MS,
-        help="ms before each answer (default: 0 10 30 100)",
+        help="ms before each response (default: 0 10 30 100)",
     )
     parser.add_argument(
         "--rate", type=float, default=RATE, help="MB/s of a connection (default: 200)"
@@ -633,7 +657,9 @@ def main(argv: list[str] | None = None) -> None:
         Run(bytes_of_single_hook),
         Run(bytes_of_single_hook, has_conversations=True),
     )
-    run_of_fourteen_hooks = Run(int(parsed_flags.mb_of_fourteen * 1e6), num_hooks=14, width=896)
+    run_of_fourteen_hooks = Run(
+        int(parsed_flags.mb_of_fourteen * 1e6), num_hooks=14, activation_width=896
+    )
     run_of_larger_shards = Run(bytes_of_single_hook, max_shard_bytes=200_000_000)
     summary_by_latency_and_scenario: dict[float, dict[str, Any]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as temporary_folder:
@@ -677,7 +703,7 @@ def main(argv: list[str] | None = None) -> None:
                         ),
                         flush=True,
                     )
-    training_mb_per_second = round(step_alone(plain_run.width, parsed_flags.features), 1)
+    training_mb_per_second = round(step_alone(plain_run.activation_width, parsed_flags.features), 1)
     print(f"training alone, on data in memory: {training_mb_per_second:.0f} MB/s")
     print_result(
         {"latency": summary_by_latency_and_scenario, "training_alone": training_mb_per_second}
@@ -688,7 +714,7 @@ def table_line(latency_ms: float, name: str, figures: dict[str, list[float]]) ->
     """Returns the line of the table for one scenario at one latency.
 
     Args:
-        latency_ms: The time in milliseconds by which the server delays each answer.
+        latency_ms: The time in milliseconds by which the server delays each response.
         name: The name of the scenario, such as "one hook of one, shuffled".
         figures: Name of a figure -> list of its median, its smallest and its largest value over
             several rounds (see `summarise`).
@@ -699,18 +725,19 @@ def table_line(latency_ms: float, name: str, figures: dict[str, list[float]]) ->
     """
     speed_ratio_text = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
     # `summarise` returns a list for each figure, whose first element is the median.
-    median_by_figure = {
+    median_by_figure_name = {
         figure_name: figure_summary[0] for figure_name, figure_summary in figures.items()
     }
     return (
-        f"{latency_ms:>5g} {median_by_figure['bare']:>10.0f} {median_by_figure['of_16']:>6.0f} "
-        f"{median_by_figure['read']:>5.0f}  "
-        f"{speed_ratio_text:<24} {median_by_figure['share_of_16']:>6.2f} "
-        f"{median_by_figure['share_of_sockets']:>11.2f} "
-        f"{median_by_figure['core_seconds_per_gb']:>5.2f} "
-        f"{median_by_figure['core_seconds_per_gb_bare']:>10.2f} "
-        f"{median_by_figure['requests_per_gb']:>12.0f} "
-        f"{median_by_figure['downloaded']:>11.2f}  {name}"
+        f"{latency_ms:>5g} {median_by_figure_name['bare']:>10.0f} "
+        f"{median_by_figure_name['of_16']:>6.0f} "
+        f"{median_by_figure_name['read']:>5.0f}  "
+        f"{speed_ratio_text:<24} {median_by_figure_name['share_of_16']:>6.2f} "
+        f"{median_by_figure_name['share_of_sockets']:>11.2f} "
+        f"{median_by_figure_name['core_seconds_per_gb']:>5.2f} "
+        f"{median_by_figure_name['core_seconds_per_gb_bare']:>10.2f} "
+        f"{median_by_figure_name['requests_per_gb']:>12.0f} "
+        f"{median_by_figure_name['downloaded']:>11.2f}  {name}"
     )
 
 

@@ -1,15 +1,15 @@
 """Measures how fast activations are stored, without a model: `python -m benchmarks.writing`.
 
 A case is a kind of values, a number of hooks and a file format. In every case, `ActivationStorage`
-stores the same values in two places: in files in memory (`files`), and in a bucket on a server that
-discards the bytes (`server`). For comparison, "bare threads" do the least that storing needs: as
-many threads as there are cores gather the values of a shard, encode them as this tool does, and
-write one file, by safetensors or by pickle and isal. They compute no statistics, no checksums of
-tensors and no table of samples, and they commit nothing.
+stores the same values in two places: in files in memory ("ours, to files"), and in a bucket on a
+server that discards the bytes ("ours, to the server"). For comparison, "bare threads" do the least
+that storing needs: as many threads as there are cores gather the values of a shard, encode them as
+this tool does, and write one file, by safetensors or by pickle and isal. They compute no
+statistics, no checksums of tensors and no table of samples, and they commit nothing.
 
-Each of `--rounds` rounds measures these three ways of storing once. The medians over the rounds are
-printed as a table, with each speed as a fraction of the bare threads' speed, and the last line is
-one JSON object. MB and GB are the bytes that values take in shards before compression. `--quick`
+Each of `--rounds` rounds measures these three methods of storing once. The medians over the rounds
+are printed as a table, with each speed as a fraction of the bare threads' speed, and the last line
+is one JSON object. MB and GB are the bytes that values take in shards before compression. `--quick`
 stores fewer bytes in one round.
 
 The activations are normally distributed with a different scale in each dimension, and a few
@@ -58,8 +58,8 @@ FORMATS = ("safetensors", "pickle")
 NUMBERS_OF_HOOKS = (1, 14)
 BARE_THREADS = "bare threads"
 
-# The results of one measurement: name of a figure -> its value.
-Figures = dict[str, float]
+# The results of one measurement: name of a metric, such as "mb_per_second" -> value of the metric.
+ValueByMetricName = dict[str, float]
 
 
 class Case(NamedTuple):
@@ -77,15 +77,23 @@ class Case(NamedTuple):
     shard_format: str
 
     @property
-    def hook_names(self) -> dict[int | str, str]:
-        """The hooks of the case: number of a layer, which is the hook's key -> name of the hook."""
-        return {layer: f"blocks.{layer}.hook_resid_post" for layer in range(self.num_hooks)}
+    def hook_name_by_key(self) -> dict[int | str, str]:
+        """The hooks that this case stores: key of a hook -> name of the hook.
+
+        The key of each hook is the number of its layer.
+        """
+        return {
+            layer_number: f"blocks.{layer_number}.hook_resid_post"
+            for layer_number in range(self.num_hooks)
+        }
 
     @property
     def identity(self) -> Identity:
         """The identity of a run that stores the values of the case."""
         if self.value_kind == CODES:
-            return Identity(activation_dtype="bfloat16", code_hooks=tuple(self.hook_names.values()))
+            return Identity(
+                activation_dtype="bfloat16", code_hooks=tuple(self.hook_name_by_key.values())
+            )
         return Identity(activation_dtype=self.value_kind)
 
     @property
@@ -127,11 +135,13 @@ class Case(NamedTuple):
             The records, int32 (num_hooks, ROWS, LENGTH, numbers per record).
         """
         num_records = self.num_hooks * ROWS * LENGTH
-        ids_shape = (num_records, CODE_FEATURES)
+        feature_ids_shape = (num_records, CODE_FEATURES)
         # Each feature is chosen from a range of its own, so that the ids are ascending.
         features_per_range = FEATURES // CODE_FEATURES
-        first_ids_of_ranges = np.arange(CODE_FEATURES) * features_per_range
-        feature_ids = first_ids_of_ranges + rng.integers(0, features_per_range, ids_shape)
+        first_feature_ids_of_ranges = np.arange(CODE_FEATURES) * features_per_range
+        feature_ids = first_feature_ids_of_ranges + rng.integers(
+            0, features_per_range, feature_ids_shape
+        )
         codes = Codes(
             indptr=np.arange(num_records + 1) * CODE_FEATURES,
             indices=feature_ids.reshape(-1),
@@ -144,35 +154,37 @@ class Case(NamedTuple):
         return records.reshape(self.num_hooks, ROWS, LENGTH, -1)
 
     def store(
-        self, folder: Path, remote: Folder | None, values: np.ndarray, batches: list[Batch]
+        self, folder: Path, remote: Folder | None, batch_values: np.ndarray, batches: list[Batch]
     ) -> None:
         """Stores batches as a new run, in which all batches have the same values.
 
         Args:
             folder: The local folder of the run.
             remote: The folder of the run in a bucket. None to store locally.
-            values: The values of a batch at all hooks, as `batch_values` returns them:
+            batch_values: The values of a batch at all hooks, as `batch_values` returns them:
                 activations, (num_hooks, ROWS, LENGTH, HIDDEN). If `value_kind` is CODES, the codes
                 of each token in the layout of common/codes.py instead, int32 (num_hooks, ROWS,
                 LENGTH, numbers per token).
             batches: The batches, each with the token ids and samples of its rows.
         """
-        values_by_hook_key: dict[int | str, np.ndarray] = dict(enumerate(values))
+        values_by_hook_key: dict[int | str, np.ndarray] = dict(enumerate(batch_values))
         storage_options = StorageOptions(
             SHARD_GB, self.shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB
         )
         run_facts = RunFacts()
         if self.value_kind == CODES:
             run_facts = RunFacts(
-                facts_by_hook_key={hook_key: {"width": FEATURES} for hook_key in self.hook_names}
+                facts_by_hook_key={
+                    hook_key: {"width": FEATURES} for hook_key in self.hook_name_by_key
+                }
             )
         with ActivationStorage(
-            folder, self.hook_names, storage_options, self.identity, remote, run_facts
+            folder, self.hook_name_by_key, storage_options, self.identity, remote, run_facts
         ) as storage:
             for batch in batches:
                 storage.add_batch(batch, values_by_hook_key)
 
-    def write_bare_file(self, path: Path, values: np.ndarray, num_batches: int) -> None:
+    def write_bare_file(self, path: Path, batch_values: np.ndarray, num_batches: int) -> None:
         """Writes one file with the values of a shard, without `ActivationStorage`.
 
         The threads that call this method do the least that storing needs, and their speed is
@@ -180,27 +192,28 @@ class Case(NamedTuple):
 
         Args:
             path: The path of the file.
-            values: The values of a batch at all hooks, as `batch_values` returns them:
+            batch_values: The values of a batch at all hooks, as `batch_values` returns them:
                 activations, (num_hooks, ROWS, LENGTH, HIDDEN). If `value_kind` is CODES, the codes
                 of each token in the layout of common/codes.py instead, int32 (num_hooks, ROWS,
                 LENGTH, numbers per token).
             num_batches: The number of batches in the file, which all have these values.
         """
-        arrays_in_file: dict[str, np.ndarray] = {}
-        for layer, hook_name in self.hook_names.items():
-            rows = np.concatenate([*values[layer]] * num_batches)
-            width = FEATURES if self.value_kind == CODES else HIDDEN
-            stored_hook = self.identity.stored_hook(layer, hook_name, width)
+        tensor_by_name: dict[str, np.ndarray] = {}
+        for hook_key, hook_name in self.hook_name_by_key.items():
+            values_of_tokens = np.concatenate([*batch_values[hook_key]] * num_batches)
+            hook_width = FEATURES if self.value_kind == CODES else HIDDEN
+            stored_hook = self.identity.stored_hook(hook_key, hook_name, hook_width)
             # `StoredHook.encode` is not used, because it also measures the errors of encoding.
-            stored_values = (
-                Float8Array.of(rows) if self.value_kind == FLOAT8 else stored_hook.for_shard(rows)
-            )
+            if self.value_kind == FLOAT8:
+                stored_values = Float8Array.of(values_of_tokens)
+            else:
+                stored_values = stored_hook.for_shard(values_of_tokens)
             for tensor_name, (tensor,) in stored_hook.tensors([stored_values]).items():
-                arrays_in_file[tensor_name] = tensor
+                tensor_by_name[tensor_name] = tensor
         if self.shard_format == "safetensors":
-            safetensors.numpy.save_file(arrays_in_file, path)
+            safetensors.numpy.save_file(tensor_by_name, path)
         else:
-            pickled_bytes = pickle.dumps(arrays_in_file, protocol=pickle.HIGHEST_PROTOCOL)
+            pickled_bytes = pickle.dumps(tensor_by_name, protocol=pickle.HIGHEST_PROTOCOL)
             path.write_bytes(igzip.compress(pickled_bytes, 1))
 
 
@@ -214,7 +227,7 @@ def full_batches(count: int) -> list[Batch]:
     return list(pack(samples_of(token_ids_of_documents), ROWS, LENGTH))
 
 
-def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
+def measure_storing(store_function: Callable[[], object], num_bytes: int) -> ValueByMetricName:
     """Measures the speed of a function that stores values, by calling it once.
 
     Args:
@@ -222,7 +235,7 @@ def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
         num_bytes: The number of bytes of values that the function stores.
 
     Returns:
-        A dict with these figures.
+        A dict with these metrics.
         mb_per_second: MB of values per second.
         core_seconds_per_gb: CPU seconds of this process for each GB of values.
     """
@@ -237,38 +250,40 @@ def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
 
 
 def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list[Any]:
-    """Measures how fast the values of a case are stored in three ways.
+    """Measures how fast the values of a case are stored by each of three storing methods.
 
-    - In the way "files", this tool stores them in local files.
-    - In the way "server", this tool stores them in a bucket on a server that discards the bytes.
-    - In the way "bare threads", threads only encode them and write local files (see
+    - "ours, to files": This tool stores the values in local files.
+    - "ours, to the server": This tool stores the values in a bucket, on a server that discards the
+      bytes.
+    - "bare threads": Threads only encode the values and write local files (see
       `Case.write_bare_file`).
 
     Args:
         folder: The folder for the local files. The runs of this tool are deleted after they are
             measured. A file of bare threads may replace an earlier one.
         case: The kind of the values, the number of hooks and the file format.
-        num_rounds: The number of times that each way is measured.
-        gigabytes: The size of the values that a way stores in a round, in 10^9 bytes. It is rounded
-            up to whole batches.
+        num_rounds: The number of rounds. Each round measures each method once.
+        gigabytes: The size of the values that a method stores in a round, in 10^9 bytes. It is
+            rounded up to whole batches.
 
     Returns:
-        The rows of the printed table, one for each way. Each row is a dict: title of a column ->
-        cell. The columns are the fields of the case, the way, the medians of its figures, and its
-        speed divided by the speed of bare threads.
+        The rows of the printed table, one for each storing method. Each row is a dict: title of a
+        column -> cell. The columns are the fields of the case, the name of the method (with the
+        title "way"), the median of each metric over the rounds, and the speed of the method divided
+        by the speed of bare threads.
     """
     batch_bytes = ROWS * LENGTH * case.value_bytes_per_token
     num_batches = math.ceil(gigabytes * 1e9 / batch_bytes)
     num_stored_bytes = num_batches * batch_bytes
-    values, batches = case.batch_values(), full_batches(num_batches)
+    batch_values, batches = case.batch_values(), full_batches(num_batches)
     batches_per_file = min(math.ceil(SHARD_GB * 1e9 / batch_bytes), num_batches)
 
-    def measure_this_tool(remote: Folder | None) -> Figures:
-        tool_figures = figures_of(
-            lambda: case.store(folder / "out", remote, values, batches), num_stored_bytes
+    def measure_this_tool(remote: Folder | None) -> ValueByMetricName:
+        value_by_metric_name = measure_storing(
+            lambda: case.store(folder / "out", remote, batch_values, batches), num_stored_bytes
         )
         shutil.rmtree(folder / "out")
-        return tool_figures
+        return value_by_metric_name
 
     def write_bare_files() -> None:
         # The files are in memory by default. So that they do not fill the memory, there are only as
@@ -279,7 +294,7 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
                 thread_pool.submit(
                     case.write_bare_file,
                     folder / f"bare_{file_number % num_threads}",
-                    values,
+                    batch_values,
                     min(batches_per_file, num_batches - first_batch_number),
                 )
                 for file_number, first_batch_number in enumerate(
@@ -289,33 +304,36 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
             for write_future in write_futures:
                 write_future.result()
 
-    measure_function_by_way: dict[str, Callable[[], Figures]] = {
+    measure_function_by_method_name: dict[str, Callable[[], ValueByMetricName]] = {
         "ours, to files": partial(measure_this_tool, None),
         "ours, to the server": partial(measure_this_tool, Folder("gs://bucket/run")),
-        BARE_THREADS: partial(figures_of, write_bare_files, num_stored_bytes),
+        BARE_THREADS: partial(measure_storing, write_bare_files, num_stored_bytes),
     }
-    round_figures_by_way: dict[str, list[Figures]] = {
-        way_name: [] for way_name in measure_function_by_way
+    measurements_by_method_name: dict[str, list[ValueByMetricName]] = {
+        storing_method_name: [] for storing_method_name in measure_function_by_method_name
     }
     for _ in range(num_rounds):
-        for way_name, measure_writing in measure_function_by_way.items():
-            round_figures_by_way[way_name].append(measure_writing())
-    median_figures_by_way = {
-        way_name: medians(figures_of_rounds)
-        for way_name, figures_of_rounds in round_figures_by_way.items()
+        for storing_method_name, measure_function in measure_function_by_method_name.items():
+            measurements_by_method_name[storing_method_name].append(measure_function())
+    medians_by_method_name = {
+        storing_method_name: medians(measurements_of_rounds)
+        for storing_method_name, measurements_of_rounds in measurements_by_method_name.items()
     }
-    mb_per_second_of_bare_threads = median_figures_by_way[BARE_THREADS]["mb_per_second"]
-    return [
-        {
-            "kind": case.value_kind,
-            "num_hooks": case.num_hooks,
-            "shard_format": case.shard_format,
-            "way": way_name,
-        }
-        | way_figures
-        | {"share_of_bare_threads": way_figures["mb_per_second"] / mb_per_second_of_bare_threads}
-        for way_name, way_figures in median_figures_by_way.items()
-    ]
+    bare_threads_mb_per_second = medians_by_method_name[BARE_THREADS]["mb_per_second"]
+    table_rows: list[dict[str, Any]] = []
+    for storing_method_name, median_by_metric_name in medians_by_method_name.items():
+        median_mb_per_second = median_by_metric_name["mb_per_second"]
+        table_rows.append(
+            {
+                "kind": case.value_kind,
+                "num_hooks": case.num_hooks,
+                "shard_format": case.shard_format,
+                "way": storing_method_name,
+                **median_by_metric_name,
+                "share_of_bare_threads": median_mb_per_second / bare_threads_mb_per_second,
+            }
+        )
+    return table_rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
