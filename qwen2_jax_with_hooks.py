@@ -196,7 +196,7 @@ class HookedModel(nn.Module):
                 segment_ids,
             )
         if self.runs_to_the_end:
-            bit_patterns_of_kinds_after_last_layer = self._bits_after_last_layer(
+            bit_patterns_of_kinds_after_last_layer = self._bit_patterns_after_last_layer(
                 capture, x, token_ids, positions
             )
             buffer_by_vector_type = capture.write(
@@ -249,7 +249,7 @@ class HookedModel(nn.Module):
 
         def run_stage(
             layers: StackedLayers,
-            slots: Any,
+            buffer_slots_of_kinds: Any,
             x: Array,
             buffer_by_vector_type: BufferByVectorType,
             micro_batch_number: Array,
@@ -264,10 +264,10 @@ class HookedModel(nn.Module):
 
             Args:
                 layers: The layers of the stage with their parameters.
-                slots: A tuple with one array for each kind of hook that layers have, (layers of
-                    the stage,) int32. Element i of an array is the slot of this kind of hook in
-                    layer i of the stage: the index on the first axis of a buffer at which the
-                    values are written.
+                buffer_slots_of_kinds: A tuple with one array for each kind of hook that layers
+                    have, (layers of the stage,) int32. Element i of an array is the slot of this
+                    kind of hook in layer i of the stage: the index on the first axis of a buffer at
+                    which the values are written.
                 x: The residual stream before the stage, (B, T, D), where B is the number of rows of
                     a micro-batch.
                 buffer_by_vector_type: The values at the hooks of the stage, for all micro-batches:
@@ -284,7 +284,7 @@ class HookedModel(nn.Module):
             micro_batch_number = jnp.clip(micro_batch_number, 0, micro_batch_count - 1)
             cos_and_sin = rotary_table(positions_of_micro_batches[micro_batch_number], self.config)
             micro_batch_segment_ids = segment_ids_of_micro_batches[micro_batch_number]
-            capture_plan_of_stage = capture_plan_of_all_stages.with_slots(slots)
+            capture_plan_of_stage = capture_plan_of_all_stages.with_slots(buffer_slots_of_kinds)
             return self._loop(
                 capture,
                 capture_plan_of_stage,
@@ -337,15 +337,17 @@ class HookedModel(nn.Module):
         )
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
-            (_, buffer_by_vector_type), final_streams_of_ticks = lax.scan(
+            (_, buffer_by_vector_type), final_stream_bit_patterns_of_ticks = lax.scan(
                 tick, (x, buffer_by_vector_type), tick_numbers
             )
         bit_patterns_by_kind_after_last_layer: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
-            assert final_streams_of_ticks is not None
-            x = from_bits(final_streams_of_ticks[stage_count - 1 :], self.dtype).swapaxes(0, 1)
+            assert final_stream_bit_patterns_of_ticks is not None
+            x = from_bits(
+                final_stream_bit_patterns_of_ticks[stage_count - 1 :], self.dtype
+            ).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(row_count, row_length, -1), *STREAM)
-            bit_patterns_of_kinds_after_last_layer = self._bits_after_last_layer(
+            bit_patterns_of_kinds_after_last_layer = self._bit_patterns_after_last_layer(
                 capture, x, token_ids, positions
             )
             bit_patterns_by_kind_after_last_layer = dict(
@@ -393,26 +395,28 @@ class HookedModel(nn.Module):
                 The buffers with the values of these layers.
         """
 
-        def run_layer(layer: Callable, carry: tuple[Array, BufferByVectorType], slots: Any) -> Any:
+        def run_layer(
+            layer: Callable, carry: tuple[Array, BufferByVectorType], buffer_slots_of_kinds: Any
+        ) -> Any:
             x, buffer_by_vector_type = carry
             x, value_bit_patterns_of_kinds = layer(x, cos_and_sin, segment_ids)
             return x, capture.write(
                 buffer_by_vector_type,
-                plan.with_slots(slots),
+                plan.with_slots(buffer_slots_of_kinds),
                 value_bit_patterns_of_kinds,
                 micro_batch_number,
             )
 
-        values_to_bits = partial(capture.bits_of, plan.kinds)
+        keep_bit_patterns = partial(capture.bit_patterns_of, plan.kinds)
         return self.decoder.scan(
             layers,
             run_layer,
             (x, buffer_by_vector_type),
             plan.buffer_slots_of_kinds,
-            values_to_bits,
+            keep_bit_patterns,
         )
 
-    def _bits_after_last_layer(
+    def _bit_patterns_after_last_layer(
         self, capture: Capture, x: Array, token_ids: Array, positions: Array
     ) -> list[Array]:
         """Computes the values at the hooks that come after the last layer.
@@ -445,7 +449,7 @@ class HookedModel(nn.Module):
                     dtype=self.captured_dtype,
                     layout=self.layout,
                 )
-        return capture.bits_of(capture.plan_end().kinds, intermediates)
+        return capture.bit_patterns_of(capture.plan_end().kinds, intermediates)
 
 
 @cache

@@ -169,12 +169,12 @@ def attention_pattern(
     attention_weights = jnp.moveaxis(attention_weights, 3, 1)  # shape (B, T, K, G, S)
     attention_weights = attention_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     same_segment_mask = segments.q[..., :, None] == segments.k[..., None, :]
-    segment_start_of_query = jnp.argmax(same_segment_mask, axis=-1)
+    segment_start_indices_of_queries = jnp.argmax(same_segment_mask, axis=-1)
     # Column j of a query is the key j tokens after the start of the query's segment. Where this key
     # lies in another segment, its weight is 0.
-    key_index_of_column = segment_start_of_query[..., None] + jnp.arange(k.shape[1])
+    key_indices_of_columns = segment_start_indices_of_queries[..., None] + jnp.arange(k.shape[1])
     return jnp.take_along_axis(
-        attention_weights, key_index_of_column[:, :, None] % k.shape[1], axis=-1
+        attention_weights, key_indices_of_columns[:, :, None] % k.shape[1], axis=-1
     )
 
 

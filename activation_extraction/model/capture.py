@@ -226,7 +226,9 @@ class Capture:
             )
         return buffer_by_vector_type
 
-    def bits_of(self, kinds: Iterable[HookKind], intermediates: dict[str, Any]) -> list[Array]:
+    def bit_patterns_of(
+        self, kinds: Iterable[HookKind], intermediates: dict[str, Any]
+    ) -> list[Array]:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.
 
         A layer does not compute the kinds of hooks that only exist in layers of other types. For
@@ -270,7 +272,7 @@ class Capture:
                 first axis of the buffer at which the layer's values of this kind are written.
             value_bit_patterns_of_kinds: An array for each kind of hook, in the order of
                 `plan.kinds`: the values as unsigned integers with the same bits, (B, T, width), as
-                `bits_of` returns them.
+                `bit_patterns_of` returns them.
             micro_batch: The number of the micro-batch in a pipeline, () int32, which is the index
                 on the second axis of the buffer; None without a pipeline.
 
