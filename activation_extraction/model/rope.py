@@ -350,8 +350,8 @@ def _bounding_indices_of_blend(
         Args:
             num_rotations: The number of full rotations over the trained context.
         """
-        tokens_per_radian = trained_length / (num_rotations * 2 * math.pi)
-        return num_rotated_dims * math.log(tokens_per_radian) / (2 * math.log(theta))
+        num_tokens_per_radian = trained_length / (num_rotations * 2 * math.pi)
+        return num_rotated_dims * math.log(num_tokens_per_radian) / (2 * math.log(theta))
 
     rotation_count_bounds_of_blend: list[float] = []
     for beta_field, default_num_rotations in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):

@@ -171,7 +171,7 @@ class CostModel:
             # A device gathers the whole weights of the next layer while it computes a layer, so it
             # stores the whole weights of two layers.
             num_weight_values_on_device += 2 * self._largest_layer(layout)
-        activation_values_per_token = (
+        num_activation_values_per_token = (
             6 * model_config.hidden_size
             + 4 * model_config.sizes.get("F", 0) // num_devices_along_model_axes
         )
@@ -179,12 +179,14 @@ class CostModel:
             # A token has a row of activations for each expert that it chooses (see experts.py). A
             # device computes its experts for its own tokens and for as many tokens of every other
             # device along the mesh axis `expert`, so it stores the rows of all these tokens.
-            expert_rows_per_token = model_config.experts.per_token * layout.size("expert")
-            activation_values_per_expert_row = (
+            num_expert_rows_per_token = model_config.experts.per_token * layout.size("expert")
+            num_activation_values_per_expert_row = (
                 2 * model_config.hidden_size
                 + model_config.experts.width // num_devices_along_model_axes
             )
-            activation_values_per_token += expert_rows_per_token * activation_values_per_expert_row
+            num_activation_values_per_token += (
+                num_expert_rows_per_token * num_activation_values_per_expert_row
+            )
         num_logit_block_values = 0.0
         if self.model.predicts:
             # To compute a block of logits, a device gathers the parts of the LM head that are split
@@ -213,18 +215,18 @@ class CostModel:
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. While a step is computed,
         # temporary copies need half as much memory as the activations of one step.
-        captured_memory_bytes_per_device = (
+        captured_activation_bytes_per_device = (
             2.5 * captured_bytes_in_step / layout.size(*AXES, "query")
         )
         encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
         num_values_of_model_dtype = (
             num_weight_values_on_device
             + num_logit_block_values
-            + self._tokens_on_device(layout) * activation_values_per_token
+            + self._tokens_on_device(layout) * num_activation_values_per_token
         )
         return (
             self.model.dtype.itemsize * num_values_of_model_dtype
-            + captured_memory_bytes_per_device
+            + captured_activation_bytes_per_device
             + encoder_bytes
         )
 
@@ -425,10 +427,10 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     # along `axis` only with devices of its own block. If the mesh lacks the axis, each block is a
     # single device.
     axis_and_later_axes = axis_names[axis_names.index(axis) :] if axis in axis_names else ()
-    devices_per_block = layout.size(*axis_and_later_axes)
+    num_devices_per_block = layout.size(*axis_and_later_axes)
     # The devices of a block, which are consecutive, exchange data with each other. Fast links
     # connect each set of `linked` consecutive devices. If `linked` is a multiple of the number of
     # devices in a block, each block lies within one set, so its devices use fast links only.
-    if linked % devices_per_block == 0:
+    if linked % num_devices_per_block == 0:
         return chip.link_bytes_per_second * num_links_used
     return chip.network_bytes_per_second

@@ -196,20 +196,20 @@ def setting_error(error: Exception) -> str:
     return " ".join(str(error).partition(DETAILS)[0].rpartition(" error: ")[2].split())
 
 
-def _failure_of_answer(status: int, body: str) -> Failure:
+def _failure_of_answer(http_status: int, body: str) -> Failure:
     """Returns the reason why a request failed, from the answer that the store sent.
 
     Args:
-        status: HTTP status of the answer.
+        http_status: HTTP status of the answer.
         body: Body of the answer; "" if it has none.
     """
     error_code, error_text = _code_and_message(body)
     try:
-        status_phrase = http.HTTPStatus(status).phrase
+        status_phrase = http.HTTPStatus(http_status).phrase
     except ValueError:
         status_phrase = "unknown status"
-    failure_reason = _as_one_line(error_code, error_text) or f"{status} {status_phrase}"
-    return Failure(failure_kind_of(status, error_code), failure_reason, status)
+    failure_reason = _as_one_line(error_code, error_text) or f"{http_status} {status_phrase}"
+    return Failure(failure_kind_of(http_status, error_code), failure_reason, http_status)
 
 
 def _code_and_message(body: str) -> tuple[str, str]:

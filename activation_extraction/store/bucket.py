@@ -204,10 +204,10 @@ class Bucket:
         """Returns an obstore client whose timeout suits requests of a certain size.
 
         obstore counts a timeout from the beginning of the request, and cannot tell a slow line from
-        a server that does not answer. So the timeout is the sum of the patience (the argument
-        `patience_seconds` of the class) and the seconds that the bytes need on a slow line. It is
-        rounded up to a multiple of the patience, so that few clients are needed, because each
-        timeout needs a client of its own. sending.py gives up a write before its timeout.
+        a server that does not answer. So the timeout is the sum of `patience_seconds` (an argument
+        of the class) and the seconds that the bytes need on a slow line. It is rounded up to a
+        multiple of `patience_seconds`, so that few clients are needed, because each timeout needs a
+        client of its own. sending.py gives up a write before its timeout.
 
         Args:
             num_transfer_bytes: Number of bytes that a request transfers.

@@ -367,17 +367,17 @@ class Folder:
             FolderError: If the write failed for another reason.
         """
         byte_views = _views(file_content)
-        write_patience = patience or self.patience_for(file_content)
+        write_countdown = patience or self.patience_for(file_content)
 
         def send() -> str | None:
             return self._backend.write(name, byte_views, expected)
 
         def send_watched() -> str | None:
-            return watched(send, write_patience, f"{self.url}: writing {name}")
+            return watched(send, write_countdown, f"{self.url}: writing {name}")
 
         send_request = send_watched if isinstance(self._backend, Bucket) else send
         return self._retry(
-            f"writing {name}", send_request, once=expected != ANY, patience=write_patience
+            f"writing {name}", send_request, once=expected != ANY, patience=write_countdown
         )
 
     def remove(self, name: str) -> None:
@@ -610,11 +610,11 @@ def failure_of(error: Exception) -> FolderError:
         failure_reason = f"the credentials are missing, invalid or have expired ({failure_reason})"
     permanent_error_types = (FileNotFoundError, PermissionError, ValueError, TypeError, ImportError)
     # For HTTP status 403, gcsfs raises an exception without a code, whose message begins so.
-    says_forbidden = failure_reason.startswith("Forbidden")
+    is_access_forbidden = failure_reason.startswith("Forbidden")
     is_permanent_http_failure = (
         http_status != 0 and failure_kind_of(http_status) is not FailureKind.MAY_PASS
     )
     is_failure_permanent = (
-        isinstance(error, permanent_error_types) or says_forbidden or is_permanent_http_failure
+        isinstance(error, permanent_error_types) or is_access_forbidden or is_permanent_http_failure
     )
     return FolderError(failure_reason, is_failure_permanent)
