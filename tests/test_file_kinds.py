@@ -73,7 +73,7 @@ KINDS = [
 
 
 def known(document):
-    return document.content.text, document.doc_id, document.stored_position
+    return document.content.text, document.doc_id, document.row_position_fields
 
 
 @pytest.mark.parametrize("place", ["here", "url"])
@@ -90,7 +90,7 @@ def test_every_row_once_and_from_any_of_them_on(tmp_path, place, end, content_of
         rows = list(stream.read(stream.beginning))
         every = [known(row.document) for row in rows]
         for number, row in enumerate(rows, start=1):
-            state = json.loads(json.dumps(row.state))
+            state = json.loads(json.dumps(row.document_stream_state))
             again = stream_of(place, worker).read(state)
             assert [known(row.document) for row in again] == every[number:]
         found[worker] = every

@@ -60,19 +60,19 @@ def test_rows_of_hub_data_sets(tmp_path, monkeypatch):
     hub = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
-    rows = [document.stored_position for document in documents_in(DocumentStream(hub, TEXT))]
+    rows = [document.row_position_fields for document in documents_in(DocumentStream(hub, TEXT))]
     assert rows == [{"row": n} for n in range(10)]
     monkeypatch.setattr(sources, "BLOCK_ROWS", 2)
     stream = DocumentStream(hub, TEXT, shuffle=1)
     shuffled = {
-        document.content.text: document.stored_position for document in documents_in(stream)
+        document.content.text: document.row_position_fields for document in documents_in(stream)
     }
     assert list(shuffled) != sorted(shuffled)
     numbers = [(shard, n) for shard in range(2) for n in range(5)]
     assert shuffled == {f"{'ab'[shard]}{n}": {"shard": shard, "row": n} for shard, n in numbers}
     for workers in (2, 3, 7):
         every = [
-            (document.content.text, json.dumps(document.stored_position))
+            (document.content.text, json.dumps(document.row_position_fields))
             for host in range(workers)
             for document in documents_in(DocumentStream(hub, TEXT, Worker(0, 1, host, workers)))
         ]

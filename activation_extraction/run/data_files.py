@@ -185,7 +185,7 @@ class DataFiles:
                         file_status = os.stat(data_file.url)
                     modification_time = str(file_status.st_mtime_ns)
                     current_file = replace(
-                        data_file, byte_count=file_status.st_size, version=modification_time
+                        data_file, byte_count=file_status.st_size, content_version=modification_time
                     )
                     if current_file == data_file or _is_recorded(current_file, recorded_file):
                         continue
@@ -272,5 +272,5 @@ def _record_of_file(file: DataFile) -> RecordedFile:
     if file.is_local:
         identifying_text = f"blocks {file_fingerprint(Path(file.url), file.byte_count)}"
     else:
-        identifying_text = file.version or f"{file.byte_count} bytes"
+        identifying_text = file.content_version or f"{file.byte_count} bytes"
     return RecordedFile(file.name, file.byte_count, identifying_text)

@@ -195,7 +195,7 @@ class Text:
                 self.row_schema,
                 worker,
                 skip_bad_rows=text_options.skip_bad_rows,
-                on_last_row_of_file=self.dataset.files.check,
+                file_end_callback=self.dataset.files.check,
                 shuffle=text_options.shuffle_documents,
                 source=data_source.name_in_mixture,
             )

@@ -75,13 +75,13 @@ class MessagesColumn:
     """Reads conversations from a column of messages, and from the column `tools` if a row has it.
 
     Attributes:
-        activity: Words that precede the position of a row in the log if the run makes no progress
-            while the row is read (see `Reader`).
+        activity_phrase: Words that precede the position of a row in the log if the run makes no
+            progress while the row is read (see `Reader`).
         column_name: Name of the column of messages.
         template: Chat template that renders the messages.
     """
 
-    activity: ClassVar = "rendering the chat template of"
+    activity_phrase: ClassVar = "rendering the chat template of"
     column_name: str
     template: "ChatTemplate"
 

@@ -49,18 +49,18 @@ class Document:
     Attributes:
         content: Text, conversation or token ids of the row.
         doc_id: Id of the row in the data set; None if it has no id.
-        stored_position: Position of the row in the form that is stored with the row's samples (see
-            `SampleFacts.row`).
+        row_position_fields: Position of the row in the form that is stored with the row's samples
+            (see `SampleFacts.row`).
         location_phrase: Position of the row in words, for messages.
-        kept_value_by_column: Values that --keep_columns stores with the samples of the row, JSON
+        stored_value_by_column: Values that --keep_columns stores with the samples of the row, JSON
             values by column name.
     """
 
     content: Content
     doc_id: DocId
-    stored_position: dict[str, Any]
+    row_position_fields: dict[str, Any]
     location_phrase: str
-    kept_value_by_column: Mapping[str, Any] = field(default_factory=dict)
+    stored_value_by_column: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ReadRow(NamedTuple):
@@ -70,13 +70,14 @@ class ReadRow(NamedTuple):
         document: Document of the row; None if the row has no content or is skipped.
         skip_reason: Position of a skipped row and the reason why it is skipped; "" if the row is
             not skipped.
-        state: State after the row, a JSON object from which reading can continue with the next row.
-            The counts of skipped and empty rows are missing; `with_counts` adds them.
+        document_stream_state: State of the documents after the row, a JSON object from which
+            reading can continue with the next row. The counts of skipped and empty rows are
+            missing; `with_counts` adds them.
     """
 
     document: Document | None
     skip_reason: str
-    state: dict[str, Any]
+    document_stream_state: dict[str, Any]
 
 
 class RowCounts(NamedTuple):
@@ -167,7 +168,8 @@ class Documents(Protocol):
 
         Args:
             state: State, a JSON object that tells at which row reading starts. It is `beginning`,
-                `ReadRow.state` of the row before it, or `Mark.stream` of a stored mark.
+                `ReadRow.document_stream_state` of the row before it, or `Mark.stream` of a stored
+                mark.
 
         Yields:
             The rows of the worker, including rows without a document.
@@ -197,7 +199,7 @@ class DocumentStream:
         schema: RowSchema,
         worker: Worker | None = None,
         skip_bad_rows: bool = False,
-        on_last_row_of_file: Callable[[Sequence[Mapping[str, Any]]], None] = lambda rows: None,
+        file_end_callback: Callable[[Sequence[Mapping[str, Any]]], None] = lambda rows: None,
         shuffle: int | None = None,
         source: str | None = None,
     ) -> None:
@@ -208,8 +210,8 @@ class DocumentStream:
             schema: The columns to read of each row, and the `Reader`s of the row's content.
             worker: The worker; None for a worker that reads all rows.
             skip_bad_rows: Whether to skip rows that cannot be used. Otherwise they end the run.
-            on_last_row_of_file: A function that is called when the worker has read its last row of
-                a file, for example to check that the file has not changed. Its argument is a list
+            file_end_callback: A function that is called when the worker has read its last row of a
+                file, for example to check that the file has not changed. Its argument is a list
                 with one element, the position of this row.
             shuffle: The seed of a random order of the rows; None for the order of the data set.
             source: The name of the data set in a mixture; None without a mixture.
@@ -231,10 +233,10 @@ class DocumentStream:
         if shuffle is not None:
             self._row_stream = ShuffledRows(self._dataset, shuffle)
         self._row_schema = schema
-        self._on_last_row_of_file = on_last_row_of_file
-        # These fields are added to the stored position of each row. In a mixture, they contain the
-        # name of the data set; otherwise there are none.
-        self._source_fields_of_position = {} if source is None else {"source": source}
+        self._file_end_callback = file_end_callback
+        # These fields are added to the stored position of each row. In a mixture, the only field is
+        # the name of the data set; otherwise there are none.
+        self._common_row_position_fields = {} if source is None else {"source": source}
 
     def _take_share(self, share_index: int, num_shares: int) -> None:
         """Divides the rows of the stream into shares, and keeps only one of the shares.
@@ -283,13 +285,13 @@ class DocumentStream:
             # The data set modifies the object from which it loads its state, so it gets a copy.
             self._row_stream.load_state_dict(deepcopy(state["dataset"]))
         row_iterator = iter(self._row_stream)
-        position_of_last_row: Mapping[str, Any] = {}  # empty before this worker's first row
+        position_fields_of_last_row: Mapping[str, Any] = {}  # empty before this worker's first row
         while True:
             try:
                 stream_row = next(row_iterator)
                 row_stream_state = self._row_stream.state_dict()
             except StopIteration:
-                self._leave_file(position_of_last_row, {})
+                self._leave_file(position_fields_of_last_row, {})
                 return
             except RunError as error:
                 error_message = f"reading the data set failed: {error}"
@@ -304,12 +306,9 @@ class DocumentStream:
                 == self._index_among_workers_sharing_partitions
             )
             if is_row_of_worker:
-                if isinstance(stream_row, SourceRow):
-                    source_row = stream_row
-                else:
-                    source_row = self._with_row_number(stream_row, row_number)
-                self._leave_file(position_of_last_row, source_row.stored_position)
-                position_of_last_row = source_row.stored_position
+                source_row = self._as_source_row(stream_row, row_number)
+                self._leave_file(position_fields_of_last_row, source_row.row_position_fields)
+                position_fields_of_last_row = source_row.row_position_fields
             row_number += 1
             if is_row_of_worker:
                 document, skip_reason = self._document_in(source_row)
@@ -317,7 +316,7 @@ class DocumentStream:
                 yield ReadRow(document, skip_reason, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
-        """Calls `on_last_row_of_file` if the worker has read its last row of a file.
+        """Calls `file_end_callback` if the worker has read its last row of a file.
 
         The worker has read its last row of a file if its next row is in another file, or if it has
         no next row.
@@ -327,21 +326,25 @@ class DocumentStream:
             following: The position of the worker's next row; empty at the end of the data.
         """
         if "file" in last and last["file"] != following.get("file"):
-            self._on_last_row_of_file([last])
+            self._file_end_callback([last])
 
-    def _with_row_number(self, columns: dict[str, Any], row_number: int) -> SourceRow:
-        """Returns a row of a hub data set, whose position is the number of the row.
+    def _as_source_row(self, stream_row: SourceRow | dict[str, Any], row_number: int) -> SourceRow:
+        """Returns a row of the data set with its position.
 
         Args:
-            columns: The columns of the row by name.
+            stream_row: The row as the data set yields it. A SourceRow, which has a position, is
+                returned as it is. A dict contains the columns of a row of a hub data set by name.
+                The position of this row is `row_number`.
             row_number: The number of the row among all rows of the worker's partitions, counted
                 from 0. Rows of other workers in these partitions count as well.
         """
+        if isinstance(stream_row, SourceRow):
+            return stream_row
         counted_rows_phrase = (
             "the data set" if self.worker == Worker() else "the rows that this host reads"
         )
         location_phrase = f"row {row_number} (from 0) of {counted_rows_phrase}"
-        return hub_row(columns, self._dataset.features, location_phrase, {"row": row_number})
+        return hub_row(stream_row, self._dataset.features, location_phrase, {"row": row_number})
 
     def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
         """Reads the document of a row.
@@ -357,27 +360,27 @@ class DocumentStream:
         """
         row_schema = self._row_schema
         try:
-            with activity(f"{row_schema.activity} {row.location_phrase}"):
+            with activity(f"{row_schema.activity_phrase} {row.location_phrase}"):
                 value_by_column = row.read_columns()
                 row_content = row_schema.content_of(value_by_column)
             if row_content is None:
                 return None, ""
             doc_id = row_schema.id_of(value_by_column)
-            kept_value_by_column = row_schema.kept_of(value_by_column)
+            stored_value_by_column = row_schema.stored_values_of(value_by_column)
         # A RecursionError means that the lists in a column are nested too deeply.
         except (UnusableRowError, RecursionError) as error:
             skip_reason = f"{row.location_phrase}: {error}"
             if not self.skip_bad_rows:
                 raise unusable_row(skip_reason) from error
             return None, skip_reason
-        stored_position = {**self._source_fields_of_position}
+        row_position_fields = {**self._common_row_position_fields}
         # A row of a hub data set is counted within the partitions that the worker reads, so its
         # position must also name these partitions.
-        if self._name_of_partition_subset and "file" not in row.stored_position:
-            stored_position["share"] = self._name_of_partition_subset
-        stored_position |= row.stored_position
+        if self._name_of_partition_subset and "file" not in row.row_position_fields:
+            row_position_fields["share"] = self._name_of_partition_subset
+        row_position_fields |= row.row_position_fields
         return Document(
-            row_content, doc_id, stored_position, row.location_phrase, kept_value_by_column
+            row_content, doc_id, row_position_fields, row.location_phrase, stored_value_by_column
         ), ""
 
 
@@ -424,7 +427,7 @@ class Mixture:
             state: The state before the first row to read, a JSON object with the keys `given` and
                 `streams` (see `Mixture`).
         """
-        num_documents_by_dataset_index = list(state["given"])
+        document_counts_of_datasets = list(state["given"])
         stream_states = list(state["streams"])
         # Index of each data set that may have more rows -> iterator over the rows of the data set.
         rows_by_dataset_index = {
@@ -441,7 +444,7 @@ class Mixture:
             Args:
                 dataset_index: Index of the data set.
             """
-            num_documents = num_documents_by_dataset_index[dataset_index]
+            num_documents = document_counts_of_datasets[dataset_index]
             return (num_documents + 0.5) / self._dataset_weights[dataset_index]
 
         while rows_by_dataset_index:
@@ -453,14 +456,14 @@ class Mixture:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
                         self._dataset_names[dataset_index],
-                        counted(num_documents_by_dataset_index[dataset_index], "document"),
+                        counted(document_counts_of_datasets[dataset_index], "document"),
                     )
                 continue
-            num_documents_by_dataset_index[dataset_index] += document_row.document is not None
-            stream_states[dataset_index] = document_row.state
+            document_counts_of_datasets[dataset_index] += document_row.document is not None
+            stream_states[dataset_index] = document_row.document_stream_state
             yield document_row._replace(
-                state={
-                    "given": list(num_documents_by_dataset_index),
+                document_stream_state={
+                    "given": list(document_counts_of_datasets),
                     "streams": list(stream_states),
                 }
             )

@@ -89,12 +89,12 @@ def list_files(path: str) -> list[DataFile]:
                 raise _no_data_error(path, "does not end in", [root_path])
             data_paths = [root_path]
             # The query of a URL may contain a slash, so `plain_url` removes the query first.
-            parent_folder = plain_url(root_path).rpartition("/")[0]
+            base_folder_path = plain_url(root_path).rpartition("/")[0]
         else:
-            data_paths, parent_folder = _list_folder(path, file_system, root_path)
+            data_paths, base_folder_path = _list_folder(path, file_system, root_path)
         data_files = list(
             thread_pool.map(
-                partial(_data_file_at, file_system, plain_url(parent_folder)), data_paths
+                partial(_data_file_at, file_system, plain_url(base_folder_path)), data_paths
             )
         )
     refuse_repeated(data_files)
@@ -176,16 +176,16 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
     is_glob = has_wildcard and not fs.exists(root)
     if is_glob:
         entry_details_by_path = fs.glob(root, detail=True)
-        parent_folder = re.split(f"[{re.escape(WILDCARDS)}]", root)[0].rpartition("/")[0]
+        base_folder_path = re.split(f"[{re.escape(WILDCARDS)}]", root)[0].rpartition("/")[0]
     else:
         entry_details_by_path = fs.find(root, detail=True)
-        parent_folder = root
+        base_folder_path = root
     file_paths = sorted(
         entry_path
         for entry_path, entry_details in entry_details_by_path.items()
         if entry_details["type"] != "directory"
     )
-    _refuse_delta_table(path, fs, parent_folder, file_paths, is_glob=is_glob)
+    _refuse_delta_table(path, fs, base_folder_path, file_paths, is_glob=is_glob)
     data_paths, left_out_files_phrase = _select_data_files(path, fs, root, file_paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
@@ -203,7 +203,7 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
     if left_out_files_phrase:
         num_files_phrase = counted(len(data_paths), "file")
         log.warning("reading %s of %s; left out: %s", num_files_phrase, path, left_out_files_phrase)
-    return data_paths, parent_folder
+    return data_paths, base_folder_path
 
 
 def _no_data_error(
@@ -244,11 +244,11 @@ def _conversion_advice(paths: Iterable[str]) -> str:
     # A dict keeps the order of the files, and contains each clause once.
     advice_clauses: dict[str, None] = {}
     for file_path in paths:
-        for convertible_extensions, conversion_remedy in CONVERSIONS.items():
+        for convertible_extensions, conversion_phrase in CONVERSIONS.items():
             for convertible_extension in convertible_extensions:
                 if uncompressed_name(file_path).endswith(convertible_extension):
                     advice_clauses[
-                        f"; {convertible_extension} is not read: {conversion_remedy}"
+                        f"; {convertible_extension} is not read: {conversion_phrase}"
                     ] = None
     return "".join(advice_clauses)
 
@@ -307,20 +307,20 @@ def _select_data_files(
         data_paths = [
             file_path for file_path in data_paths if file_path not in reason_by_left_out_path
         ]
-    kinds_of_data = {kind_of(file_path) for file_path in data_paths}
-    kinds_in_order = [file_kind for file_kind in KINDS if file_kind in kinds_of_data]
-    if len(kinds_in_order) > 1:
+    data_file_kinds = {kind_of(file_path) for file_path in data_paths}
+    file_kinds_in_order = [file_kind for file_kind in KINDS if file_kind in data_file_kinds]
+    if len(file_kinds_in_order) > 1:
         raise InputError(
-            f"--dataset_path {path}: holds both {kinds_in_order[-1].name} and "
-            f"{kinds_in_order[-2].name}; choose one of them, for example with a glob such as "
-            f"FOLDER/*{kinds_in_order[-1].extensions[0]}"
+            f"--dataset_path {path}: holds both {file_kinds_in_order[-1].name} and "
+            f"{file_kinds_in_order[-2].name}; choose one of them, for example with a glob such as "
+            f"FOLDER/*{file_kinds_in_order[-1].extensions[0]}"
         )
     num_files_by_reason = Counter(reason for reason in reason_by_left_out_path.values() if reason)
-    counts_and_reasons_phrase = (
+    count_and_reason_phrases = [
         f"{counted(num_files, 'file')} ({reason})"
         for reason, num_files in num_files_by_reason.items()
-    )
-    return data_paths, ", ".join(counts_and_reasons_phrase)
+    ]
+    return data_paths, ", ".join(count_and_reason_phrases)
 
 
 def _is_hidden(path: str, root: str) -> bool:
@@ -369,26 +369,28 @@ def _refuse_delta_table(
         InputError: If `folder`, or a folder below it that contains one of `paths`, is a Delta
             table.
     """
-    table_folders = set()
+    table_folder_paths = set()
     for file_path in paths:
-        table_folder, log_folder_in_path, _ = file_path.partition(f"/{DELTA_LOG}/")
+        table_folder_path, log_folder_in_path, _ = file_path.partition(f"/{DELTA_LOG}/")
         if log_folder_in_path:
-            table_folders.add(table_folder)
-    if is_glob and not table_folders:
-        candidate_folders = {folder}
+            table_folder_paths.add(table_folder_path)
+    if is_glob and not table_folder_paths:
+        candidate_folder_paths = {folder}
         for file_path in paths:
-            candidate_folder = folder
+            candidate_folder_path = folder
             for subfolder_name in file_path[len(folder) + 1 :].split("/")[:-1]:
-                candidate_folder += f"/{subfolder_name}"
-                candidate_folders.add(candidate_folder)
-        sorted_folders = sorted(candidate_folders)
-        log_folders = [f"{candidate_folder}/{DELTA_LOG}" for candidate_folder in sorted_folders]
+                candidate_folder_path += f"/{subfolder_name}"
+                candidate_folder_paths.add(candidate_folder_path)
+        sorted_folder_paths = sorted(candidate_folder_paths)
+        log_folder_paths = [
+            f"{candidate_folder_path}/{DELTA_LOG}" for candidate_folder_path in sorted_folder_paths
+        ]
         with ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
-            is_table_flags = thread_pool.map(fs.isdir, log_folders)
-            table_folders.update(itertools.compress(sorted_folders, is_table_flags))
-    if table_folders:
+            is_table_flags = thread_pool.map(fs.isdir, log_folder_paths)
+            table_folder_paths.update(itertools.compress(sorted_folder_paths, is_table_flags))
+    if table_folder_paths:
         raise InputError(
-            f"--dataset_path {path}: {min(table_folders)} is a Delta table, whose "
+            f"--dataset_path {path}: {min(table_folder_paths)} is a Delta table, whose "
             "files may hold rows that were deleted from it; save its rows to new files, for "
             "example the result of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
         )
@@ -406,12 +408,15 @@ def _paths_not_in_state(fs: Any, arrow_paths: Sequence[str]) -> list[str]:
         arrow_paths: The paths of all Arrow files.
     """
     arrow_paths_not_in_state_file = []
-    for arrow_folder in sorted({os.path.dirname(arrow_path) for arrow_path in arrow_paths}):
-        listed_paths = _files_in_state(fs, arrow_folder)
-        if listed_paths is None:
+    for arrow_folder_path in sorted({os.path.dirname(arrow_path) for arrow_path in arrow_paths}):
+        paths_in_state_file = _files_in_state(fs, arrow_folder_path)
+        if paths_in_state_file is None:
             continue
         for arrow_path in arrow_paths:
-            if os.path.dirname(arrow_path) == arrow_folder and arrow_path not in listed_paths:
+            if (
+                os.path.dirname(arrow_path) == arrow_folder_path
+                and arrow_path not in paths_in_state_file
+            ):
                 arrow_paths_not_in_state_file.append(arrow_path)
     return arrow_paths_not_in_state_file
 
@@ -436,19 +441,21 @@ def _files_in_state(fs: Any, folder: str) -> set[str] | None:
         data_file_entries = json.loads(fs.cat_file(state_path)).get("_data_files")
         if data_file_entries is None:
             return None
-        listed_paths = {f"{folder}/{file_entry['filename']}" for file_entry in data_file_entries}
+        paths_in_state_file = {
+            f"{folder}/{file_entry['filename']}" for file_entry in data_file_entries
+        }
     except Exception as error:
         raise InputError(
             f"--dataset_path {state_path}: is damaged, but says which files count: "
             f"{one_line(error)}"
         ) from error
-    for listed_path in sorted(listed_paths):
-        if not fs.isfile(listed_path):
+    for path_in_state_file in sorted(paths_in_state_file):
+        if not fs.isfile(path_in_state_file):
             raise InputError(
-                f"--dataset_path {state_path}: lists {os.path.basename(listed_path)}, which is "
-                "missing"
+                f"--dataset_path {state_path}: lists {os.path.basename(path_in_state_file)}, "
+                "which is missing"
             )
-    return listed_paths
+    return paths_in_state_file
 
 
 def _refuse_saved_splits(path: str, paths: Sequence[str], arrow_paths: Sequence[str]) -> None:
@@ -469,14 +476,14 @@ def _refuse_saved_splits(path: str, paths: Sequence[str], arrow_paths: Sequence[
     for file_path in paths:
         if os.path.basename(file_path) != SPLITS_FILE:
             continue
-        dataset_folder = file_path.removesuffix(SPLITS_FILE)
+        dataset_folder_path = file_path.removesuffix(SPLITS_FILE)
         split_names = set()
         for arrow_path in arrow_paths:
-            if arrow_path.startswith(dataset_folder):
-                split_names.add(arrow_path.removeprefix(dataset_folder).split("/")[0])
+            if arrow_path.startswith(dataset_folder_path):
+                split_names.add(arrow_path.removeprefix(dataset_folder_path).split("/")[0])
         if len(split_names) > 1:
             raise InputError(
-                f"--dataset_path {path}: {dataset_folder} holds several splits of a data set "
+                f"--dataset_path {path}: {dataset_folder_path} holds several splits of a data set "
                 f"({', '.join(sorted(split_names))}); choose the folder of one of them"
             )
 
@@ -495,15 +502,15 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     # Index of the capturing group in SPLIT_WORD that matches the words for a split -> path of one
     # file of this split. For example, the key for "test" is 2. The keys have the type of
     # `re.Match.lastindex`, but none of them is None.
-    example_path_by_split: dict[int | None, str] = {}
+    example_path_by_split_index: dict[int | None, str] = {}
     for data_path in data_paths:
         split_word_match = SPLIT_WORD.search(data_path.removeprefix(root).lower())
         if split_word_match:
-            example_path_by_split.setdefault(split_word_match.lastindex, data_path)
-    if len(example_path_by_split) > 1:
+            example_path_by_split_index.setdefault(split_word_match.lastindex, data_path)
+    if len(example_path_by_split_index) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(example_path_by_split.values()))}; choose the files of "
+            f"{' and '.join(sorted(example_path_by_split_index.values()))}; choose the files of "
             f"one split with a glob, or all files with {path.rstrip('/')}/**"
         )
 
@@ -521,29 +528,22 @@ def _data_file_at(fs: Any, folder: str, path: str) -> DataFile:
         InputError: If the path is not a regular file.
     """
     path_without_secrets = plain_url(path)
-    relative_path = path_without_secrets
-    if folder:
-        relative_path = path_without_secrets.partition(folder)[2]
-    relative_path = relative_path.lstrip("/")
+    path_in_folder = path_without_secrets.partition(folder)[2] if folder else path_without_secrets
     # Paths may contain bytes that are not UTF-8. They are replaced by escapes.
-    escaped_relative_path = os.fsencode(relative_path).decode(errors="backslashreplace")
+    file_name = os.fsencode(path_in_folder.lstrip("/")).decode(errors="backslashreplace")
     if isinstance(fs, LocalFileSystem):
         file_status = os.stat(path)
         if not stat.S_ISREG(file_status.st_mode):
             raise InputError(
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
-        return DataFile(
-            path, escaped_relative_path, file_status.st_size, str(file_status.st_mtime_ns)
-        )
+        return DataFile(path, file_name, file_status.st_size, str(file_status.st_mtime_ns))
     # `info` is fast even if there are many files, because it sends no request if the file system
     # has cached the listing of the folder.
     file_metadata = fs.info(path)
-    file_version = ""
+    content_version = ""
     for version_key in VERSION_KEYS:
         if file_metadata.get(version_key):
-            file_version = f"{version_key} {file_metadata[version_key]}"
+            content_version = f"{version_key} {file_metadata[version_key]}"
             break
-    return DataFile(
-        fs.unstrip_protocol(path), escaped_relative_path, file_metadata["size"], file_version
-    )
+    return DataFile(fs.unstrip_protocol(path), file_name, file_metadata["size"], content_version)

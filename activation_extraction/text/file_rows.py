@@ -68,15 +68,15 @@ class DataFile:
             of the data set. If the data set is a single file, it is the folder that contains the
             file. If the data set is a glob, it is the last folder before the first wildcard.
         byte_count: Size of the file in bytes.
-        version: Version of the content. For a URL, this is the checksum or version that its store
-            reports, or "" if it reports none. For a local file, it is the time of the last
-            modification in nanoseconds.
+        content_version: Version of the content. For a URL, this is the checksum or version that
+            its store reports, or "" if it reports none. For a local file, it is the time of the
+            last modification in nanoseconds.
     """
 
     url: str
     name: str
     byte_count: int
-    version: str = ""
+    content_version: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -359,10 +359,10 @@ class FirstBytes(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        source_bytes = self._source_file.read(min(len(buffer), self._num_remaining_bytes))
-        buffer[: len(source_bytes)] = source_bytes
-        self._num_remaining_bytes -= len(source_bytes)
-        return len(source_bytes)
+        source_content = self._source_file.read(min(len(buffer), self._num_remaining_bytes))
+        buffer[: len(source_content)] = source_content
+        self._num_remaining_bytes -= len(source_content)
+        return len(source_content)
 
 
 def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
@@ -378,11 +378,11 @@ def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
     """
     expected_magic = COMPRESSIONS[compression].magic if compression else None
     lowercase_first_bytes = first_bytes.lower()
-    for other_format_magic, other_format in OTHER_FORMATS.items():
-        if other_format_magic != expected_magic and lowercase_first_bytes.startswith(
-            other_format_magic.lower()
+    for unexpected_format_magic, unexpected_format in OTHER_FORMATS.items():
+        if unexpected_format_magic != expected_magic and lowercase_first_bytes.startswith(
+            unexpected_format_magic.lower()
         ):
-            raise RunError(other_format.description, remedy=other_format.remedy)
+            raise RunError(unexpected_format.description, remedy=unexpected_format.remedy)
     if compression and first_bytes[:1] in (b"{", b"["):
         renaming_remedy = f"remove {compression} from its name"
         raise RunError("is not compressed, though its name says so", remedy=renaming_remedy)
@@ -454,9 +454,9 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
         for line_number, json_line in enumerate(_lines_to_read(json_file, file), start=1):
             if json_line.strip():
                 location_phrase = f"{file.url} line {line_number}"
-                stored_position = {"file": file.name, "line": line_number}
+                row_position_fields = {"file": file.name, "line": line_number}
                 yield SourceRow(
-                    location_phrase, stored_position, partial(_object_of_line, json_line)
+                    location_phrase, row_position_fields, partial(_object_of_line, json_line)
                 )
 
 
@@ -646,9 +646,9 @@ def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator
         for record_batch in record_batches:
             for row_index_in_batch in range(record_batch.num_rows):
                 location_phrase = f"{file.url} row group {row_group} row {row_number} (both from 0)"
-                stored_position = {"file": file.name, "row_group": row_group, "row": row_number}
+                row_position_fields = {"file": file.name, "row_group": row_group, "row": row_number}
                 read_columns = partial(_arrow_columns, record_batch.slice(row_index_in_batch, 1))
-                yield SourceRow(location_phrase, stored_position, read_columns)
+                yield SourceRow(location_phrase, row_position_fields, read_columns)
                 row_number += 1
 
 

@@ -35,10 +35,8 @@ def samples_of(token_ids_of_samples: Iterable[Sequence[int] | np.ndarray]) -> It
     Args:
         token_ids_of_samples: Token ids of each sample. The samples are numbered from 0.
     """
-    for sample_number, token_ids in enumerate(token_ids_of_samples):
-        yield Sample(
-            SampleFacts(sample_number), np.asarray(token_ids, np.int32), Mark(sample_number)
-        )
+    for sample_index, token_ids in enumerate(token_ids_of_samples):
+        yield Sample(SampleFacts(sample_index), np.asarray(token_ids, np.int32), Mark(sample_index))
 
 
 def rows_of_group(tokens_per_row: int) -> int:

@@ -29,12 +29,12 @@ class TextColumn:
     """Reads the text of a column.
 
     Attributes:
-        activity: Words that precede the position of a row in the log if the run makes no progress
-            while the row is read (see `Reader`).
+        activity_phrase: Words that precede the position of a row in the log if the run makes no
+            progress while the row is read (see `Reader`).
         column_name: Name of the column.
     """
 
-    activity: ClassVar = "reading"
+    activity_phrase: ClassVar = "reading"
     column_name: str
 
     @property
@@ -76,8 +76,8 @@ class IdsColumn:
     """Reads token ids from a column, and a mask of padding or context from another column.
 
     Attributes:
-        activity: Words that precede the position of a row in the log if the run makes no progress
-            while the row is read (see `Reader`).
+        activity_phrase: Words that precede the position of a row in the log if the run makes no
+            progress while the row is read (see `Reader`).
         column_name: Name of the column with lists of token ids.
         mask_column: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In
             the column ATTENTION_MASK, 0 means padding, which is removed from the token ids. In any
@@ -85,7 +85,7 @@ class IdsColumn:
         vocabulary_size: Number of token ids that the model has.
     """
 
-    activity: ClassVar = "reading"
+    activity_phrase: ClassVar = "reading"
     column_name: str
     mask_column: str
     vocabulary_size: int
@@ -195,13 +195,13 @@ class ArcTask:
     only rows without that column.
 
     Attributes:
-        activity: Words that precede the position of a row in the log if the run makes no progress
-            while the row is read (see `Reader`).
+        activity_phrase: Words that precede the position of a row in the log if the run makes no
+            progress while the row is read (see `Reader`).
         template: Chat template that renders the prompt as a message of the user; None to use
             the prompt without a template.
     """
 
-    activity: ClassVar = "reading"
+    activity_phrase: ClassVar = "reading"
     template: ChatTemplate | None = None
 
     @property

@@ -69,24 +69,23 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
     block_headers = [block_match[1].strip() for block_match in block_matches]
     turns_of_blocks = _turns(block_headers, messages)
     text_spans = [Span(0, TEMPLATE, 0)]
-    end_offset_of_last_block = 0
     for turn_number, (block_match, (turn_role, turn_messages)) in enumerate(
         zip(block_matches, turns_of_blocks, strict=True)
     ):
-        content_start = block_match.start(2)
-        content_end = block_match.end(2)
-        end_offset_of_last_block = block_match.end()
+        content_start_offset = block_match.start(2)
+        content_end_offset = block_match.end(2)
         text_spans.append(Span(block_match.start(), TEMPLATE, turn_number))
         if turn_role == "assistant" and marks_thinking:
             if thinking_match := THINKING.match(block_match[2]):
-                text_spans.append(Span(content_start, ROLES.index("thinking"), turn_number))
-                content_start += thinking_match.end()
-        require_texts(turn_messages, marks_thinking, text, content_start, content_end)
-        text_spans.append(Span(content_start, ROLES.index(turn_role), turn_number))
-        text_spans.append(Span(end_offset_of_last_block, TEMPLATE, turn_number))
-    prompt_start = text.find(START, end_offset_of_last_block)
-    if prompt_start >= 0:  # the template opens the turn that a model would generate
-        text_spans.append(Span(prompt_start, TEMPLATE, len(block_matches)))
+                text_spans.append(Span(content_start_offset, ROLES.index("thinking"), turn_number))
+                content_start_offset += thinking_match.end()
+        require_texts(turn_messages, marks_thinking, text, content_start_offset, content_end_offset)
+        text_spans.append(Span(content_start_offset, ROLES.index(turn_role), turn_number))
+        text_spans.append(Span(block_match.end(), TEMPLATE, turn_number))
+    offset_after_blocks = block_matches[-1].end() if block_matches else 0
+    prompt_start_offset = text.find(START, offset_after_blocks)
+    if prompt_start_offset >= 0:  # the template opens the turn that a model would generate
+        text_spans.append(Span(prompt_start_offset, TEMPLATE, len(block_matches)))
     return text_spans
 
 
@@ -108,8 +107,8 @@ def _blocks(text: str) -> list[re.Match[str]]:
     if START not in text:
         raise UnusableRowError(f"the template writes no turns that begin with {START}")
     block_matches = list(BLOCK.finditer(text))
-    end_offset_of_last_block = block_matches[-1].end() if block_matches else 0
-    num_start_markers_after_blocks = text.count(START, end_offset_of_last_block)
+    offset_after_blocks = block_matches[-1].end() if block_matches else 0
+    num_start_markers_after_blocks = text.count(START, offset_after_blocks)
     if (
         text.count(START) - len(block_matches) != num_start_markers_after_blocks
         or num_start_markers_after_blocks > 1
@@ -194,14 +193,14 @@ def require_texts(
     Raises:
         UnusableRowError: If a text is missing.
     """
-    search_start = start
+    search_start_offset = start
     for message in messages:
         for required_text in _required_texts(message, marks_thinking):
-            json_text = json.dumps(required_text, ensure_ascii=False)[1:-1]
-            for text_spelling in (required_text, json_text):
-                text_offset = text.find(text_spelling, search_start, stop)
-                if text_offset >= 0:
-                    search_start = text_offset + len(text_spelling)
+            json_escaped_text = json.dumps(required_text, ensure_ascii=False)[1:-1]
+            for text_spelling in (required_text, json_escaped_text):
+                spelling_start_offset = text.find(text_spelling, search_start_offset, stop)
+                if spelling_start_offset >= 0:
+                    search_start_offset = spelling_start_offset + len(text_spelling)
                     break
             else:
                 raise UnusableRowError(
@@ -232,22 +231,22 @@ def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[st
     return [text_before_thinking.strip() if start_marker else "", text_after_thinking.strip()]
 
 
-def refuse_markers(content: Any, markers: Iterable[str], message: str) -> None:
+def refuse_markers(content: Any, template_markers: Iterable[str], message: str) -> None:
     """Checks that no text in a conversation, or in a part of it, contains a marker.
 
     Args:
         content: A text, or nested lists and objects with texts. The keys of objects are checked as
             well.
-        markers: The markers, such as <|im_start|>.
+        template_markers: Markers that chat templates write, such as <|im_start|> or <think>.
         message: The error message, in which {} stands for the marker.
 
     Raises:
         UnusableRowError: If a text contains a marker.
     """
     for content_text in _texts(content):
-        for marker in markers:
-            if marker in content_text:
-                raise UnusableRowError(message.format(marker))
+        for template_marker in template_markers:
+            if template_marker in content_text:
+                raise UnusableRowError(message.format(template_marker))
 
 
 def _texts(content: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ from activation_extraction.text.sample_facts import DocId
 TEMPLATE = ROLES.index("template")
 # The largest size in bytes, as JSON, of the values that --keep_columns stores of one row, in all of
 # these columns together.
-MAX_KEPT_COLUMNS_BYTES = 2**19
+MAX_STORED_COLUMNS_BYTES = 2**19
 # The largest depth of nested lists and objects in a column that is stored. It limits the recursion
 # of the functions that convert, write and read the values.
 MAX_LEVELS = 60
@@ -56,14 +56,14 @@ class SourceRow:
 
     Attributes:
         location_phrase: Position of the row in words, for messages.
-        stored_position: Position of the row in the form that is stored with the row's samples (see
-            `SampleFacts.row`).
+        row_position_fields: Position of the row in the form that is stored with the row's samples
+            (see `SampleFacts.row`).
         read_columns: Function that returns the columns of the row by name, or raises
             UnusableRowError.
     """
 
     location_phrase: str
-    stored_position: dict[str, Any]
+    row_position_fields: dict[str, Any]
     read_columns: Callable[[], dict[str, Any]]
 
 
@@ -119,12 +119,12 @@ class Reader(Protocol):
     """Reads the content of rows from certain columns.
 
     Attributes:
-        activity: Words that precede the position of a row in the log if the run makes no progress
-            while the row is read. For example, with "reading" the log contains "reading x.jsonl
-            line 5".
+        activity_phrase: Words that precede the position of a row in the log if the run makes no
+            progress while the row is read. For example, with "reading" the log contains "reading
+            x.jsonl line 5".
     """
 
-    activity: ClassVar[str]
+    activity_phrase: ClassVar[str]
 
     @property
     def columns(self) -> Columns:
@@ -158,21 +158,21 @@ class RowSchema:
         id_column: Value of --id_column, the column that contains the id of a row. None to use the
             first column in `Columns.id_columns` that the row has. A row without such a column has
             no id.
-        keep_columns: Value of --keep_columns, the columns whose values are stored with the samples
-            of a row.
+        stored_column_names: Value of --keep_columns, the columns whose values are stored with the
+            samples of a row.
     """
 
     readers: tuple[Reader, ...]
     id_column: str | None = None
-    keep_columns: tuple[str, ...] = ()
+    stored_column_names: tuple[str, ...] = ()
 
     @property
-    def activity(self) -> str:
+    def activity_phrase(self) -> str:
         """Words that precede the position of a row in the log if the run stops making progress.
 
         For example, with "reading" the log contains "reading x.jsonl line 5".
         """
-        return self.readers[0].activity
+        return self.readers[0].activity_phrase
 
     def columns_among(self, names: Sequence[str]) -> list[str]:
         """Returns the columns of a file that need to be read.
@@ -186,7 +186,7 @@ class RowSchema:
             or if the file lacks a column that --id_column or --keep_columns names. Then the error
             message can list all columns of the file.
         """
-        columns_named_by_flags = list(self.keep_columns)
+        columns_named_by_flags = list(self.stored_column_names)
         if self.id_column is not None:
             columns_named_by_flags.append(self.id_column)
         columns_of_readers = [reader.columns for reader in self.readers]
@@ -255,7 +255,7 @@ class RowSchema:
                     return row[column_name]
         return None
 
-    def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def stored_values_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values of a row that are stored because --keep_columns names their columns.
 
         Args:
@@ -268,16 +268,16 @@ class RowSchema:
             UnusableRowError: If a column is missing, cannot be stored or is nested too deeply, or
                 if the columns together are too large.
         """
-        kept_value_by_column = {
-            column_name: _as_json(row, column_name) for column_name in self.keep_columns
+        stored_value_by_column = {
+            column_name: _as_json(row, column_name) for column_name in self.stored_column_names
         }
-        num_json_bytes = len(json.dumps(kept_value_by_column))
-        if num_json_bytes > MAX_KEPT_COLUMNS_BYTES:
+        num_json_bytes = len(json.dumps(stored_value_by_column))
+        if num_json_bytes > MAX_STORED_COLUMNS_BYTES:
             raise UnusableRowError(
                 f"--keep_columns: the row's columns take {num_json_bytes:,} bytes, expected at "
-                f"most {MAX_KEPT_COLUMNS_BYTES:,}"
+                f"most {MAX_STORED_COLUMNS_BYTES:,}"
             )
-        return kept_value_by_column
+        return stored_value_by_column
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:

@@ -162,12 +162,12 @@ def samples(
         )
         return current_mark.samples >= limits_from and is_limit_reached
 
-    whole_samples = _whole_samples(
+    sample_iterator = _samples_without_token_limit(
         documents, tokenizer, settings, current_mark, max(sample_limit, limits_from)
     )
     while current_mark.samples != until and not is_over():
         try:
-            sample = next(whole_samples)
+            sample = next(sample_iterator)
         except StopIteration as end:  # all rows were read
             return replace(end.value, tokens=current_mark.tokens)
         mark_before_sample = replace(sample.mark, tokens=current_mark.tokens)
@@ -199,7 +199,7 @@ def samples(
     return current_mark
 
 
-def _whole_samples(
+def _samples_without_token_limit(
     documents: Documents,
     tokenizer: Tokenizer | None,
     settings: SampleSettings,
@@ -231,11 +231,11 @@ def _whole_samples(
         RunError: If reading fails, or if a row cannot be used and `documents.skip_bad_rows` is
             false.
     """
-    sample_number = start.samples - start.skip
-    state_of_documents = start.stream or documents.beginning
+    next_sample_number = start.samples - start.skip
+    document_stream_state = start.stream or documents.beginning
     row_counts = counts_in(start.stream) if start.stream else RowCounts()
     # The iterator also yields the rows without a document, which are counted.
-    row_iterator = documents.read(state_of_documents)
+    row_iterator = documents.read(document_stream_state)
     cut_pattern = None if tokenizer is None else safe_cuts(tokenizer)
     max_document_tokens = (
         None
@@ -245,9 +245,9 @@ def _whole_samples(
     read_error: RunError | None = None
     is_last_chunk = False
     while not is_last_chunk:
-        state_before_chunk = with_counts(state_of_documents, row_counts)
-        first_sample_number_of_chunk = sample_number
-        max_chunk_rows = int(min(CHUNK_ROWS, sample_limit - sample_number))
+        state_before_chunk = with_counts(document_stream_state, row_counts)
+        first_sample_number_of_chunk = next_sample_number
+        max_chunk_rows = int(min(CHUNK_ROWS, sample_limit - next_sample_number))
         chunk_rows: list[ReadRow] = []
         try:
             for row in islice(row_iterator, max_chunk_rows):
@@ -263,7 +263,7 @@ def _whole_samples(
         for row, tokens_or_problem in zip(
             chunk_rows, _tokens_of_rows(chunk_rows, tokens_of_contents), strict=True
         ):
-            state_of_documents = row.state
+            document_stream_state = row.document_stream_state
             if isinstance(tokens_or_problem, str):
                 if not documents.skip_bad_rows:
                     raise unusable_row(tokens_or_problem)
@@ -280,32 +280,32 @@ def _whole_samples(
             for piece_number, token_range in enumerate(
                 settings.pieces(document_tokens.num_document_tokens)
             ):
-                if sample_number >= start.samples:
+                if next_sample_number >= start.samples:
                     yield _sample_of_tokens(
-                        sample_idx=documents.worker.sample_idx(sample_number),
+                        sample_idx=documents.worker.sample_idx(next_sample_number),
                         document=row.document,
                         tokens=document_tokens,
-                        eligible_mask=eligible_token_mask,
+                        eligible_token_mask=eligible_token_mask,
                         settings=settings,
                         piece_number=piece_number,
                         token_range=token_range,
                         mark=Mark(
-                            sample_number,
-                            sample_number - first_sample_number_of_chunk,
+                            next_sample_number,
+                            next_sample_number - first_sample_number_of_chunk,
                             row_counts.skipped,
                             row_counts.empty,
                             state_before_chunk,
                         ),
                     )
-                sample_number += 1
+                next_sample_number += 1
     if read_error is not None:
         raise read_error
     return Mark(
-        sample_number,
+        next_sample_number,
         0,
         row_counts.skipped,
         row_counts.empty,
-        with_counts(state_of_documents, row_counts),
+        with_counts(document_stream_state, row_counts),
     )
 
 
@@ -339,7 +339,7 @@ def _sample_of_tokens(
     sample_idx: int,
     document: Document,
     tokens: Tokens,
-    eligible_mask: np.ndarray | None,
+    eligible_token_mask: np.ndarray | None,
     settings: SampleSettings,
     piece_number: int,
     token_range: range,
@@ -351,7 +351,7 @@ def _sample_of_tokens(
         sample_idx: The number of the sample in the whole run.
         document: The document.
         tokens: The tokens of the document, including special tokens.
-        eligible_mask: Mask of the document's tokens that may be kept, bool
+        eligible_token_mask: Mask of the document's tokens that may be kept, bool
             (tokens.num_document_tokens,); None if every sample keeps all of its tokens.
         settings: The settings by which documents become samples.
         piece_number: The number of the piece in the document, counted from 0; 0 for a whole
@@ -367,28 +367,32 @@ def _sample_of_tokens(
         for label_name, labels_of_tokens in tokens.token_labels_by_name.items()
     }
     kept_positions_or_none = None
-    if eligible_mask is not None:
-        eligible_mask_of_sample = eligible_mask[token_slice].copy()
+    if eligible_token_mask is not None:
+        eligible_token_mask_of_sample = eligible_token_mask[token_slice].copy()
         if piece_number:
-            eligible_mask_of_sample[: settings.overlap] = False
+            eligible_token_mask_of_sample[: settings.overlap] = False
         kept_positions_or_none = settings.token_choice.kept(
-            sample_idx, token_ids, eligible_mask_of_sample
+            sample_idx, token_ids, eligible_token_mask_of_sample
         )
     preview_start_offset = 0
     if piece_number and tokens.start_offsets is not None:
         preview_start_offset = int(tokens.start_offsets[token_range.start])
-    row_position = document.stored_position
+    row_position_fields = document.row_position_fields
     if settings.splits_documents:
-        row_position = {**row_position, "piece": piece_number, "start": token_range.start}
+        row_position_fields = {
+            **row_position_fields,
+            "piece": piece_number,
+            "start": token_range.start,
+        }
     sample_facts = SampleFacts(
         sample_idx=sample_idx,
-        row=row_position,
+        row=row_position_fields,
         doc_id=document.doc_id,
         text_preview=document.content.text[
             preview_start_offset : preview_start_offset + PREVIEW_CHARACTERS
         ],
         cut=tokens.num_document_tokens - token_range.stop,
-        columns=document.kept_value_by_column,
+        columns=document.stored_value_by_column,
     )
     return Sample(sample_facts, token_ids, mark, labels_of_sample_by_name, kept_positions_or_none)
 
@@ -406,29 +410,29 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
         max_kept: The largest number of tokens that the returned sample keeps.
         continues: Whether the next sample continues with the remaining tokens of the document. If
             so, `SampleFacts.cut` of the returned sample is 0, because no token is left out.
-            Otherwise it is the number of remaining tokens.
+            Otherwise it counts the remaining tokens.
     """
     kept_positions_or_none = sample.kept_positions_or_none
-    num_returned_tokens = len(sample.token_ids)
+    num_tokens_after_shortening = len(sample.token_ids)
     if max_kept < sample.num_kept:
         if kept_positions_or_none is None:
-            num_returned_tokens = max_kept
+            num_tokens_after_shortening = max_kept
         else:
             kept_positions_or_none = kept_positions_or_none[:max_kept]
-            num_returned_tokens = int(kept_positions_or_none[-1]) + 1
+            num_tokens_after_shortening = int(kept_positions_or_none[-1]) + 1
     num_cut_tokens = (
-        0 if continues else sample.facts.cut + len(sample.token_ids) - num_returned_tokens
+        0 if continues else sample.facts.cut + len(sample.token_ids) - num_tokens_after_shortening
     )
     if not max_kept:
         # If no token is kept, the model need not read the sample, so no tokens are returned.
-        num_returned_tokens = 0
+        num_tokens_after_shortening = 0
     return replace(
         sample,
         facts=replace(sample.facts, cut=num_cut_tokens),
-        token_ids=sample.token_ids[:num_returned_tokens],
+        token_ids=sample.token_ids[:num_tokens_after_shortening],
         mark=mark,
         token_labels_by_name={
-            label_name: labels_of_tokens[:num_returned_tokens]
+            label_name: labels_of_tokens[:num_tokens_after_shortening]
             for label_name, labels_of_tokens in sample.token_labels_by_name.items()
         },
         kept_positions_or_none=kept_positions_or_none,

@@ -209,8 +209,8 @@ def open_files(
     files_to_open = list_files(path) if files is None else files
     files_and_row_group_numbers: list[tuple[DataFile, int]] = []
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
-        num_row_groups_of_files = thread_pool.map(_count_row_groups, files_to_open)
-        for data_file, num_row_groups in zip(files_to_open, num_row_groups_of_files, strict=True):
+        row_group_counts_of_files = thread_pool.map(_count_row_groups, files_to_open)
+        for data_file, num_row_groups in zip(files_to_open, row_group_counts_of_files, strict=True):
             files_and_row_group_numbers += [
                 (data_file, row_group_number) for row_group_number in range(num_row_groups)
             ]
@@ -233,12 +233,12 @@ def open_hub_dataset(
         name: Name of the data set, such as HuggingFaceFW/fineweb-edu.
         config: Name of a configuration of the data set; None for its default configuration.
         split: Name of the split.
-        revision: Git commit of the data set on the hub; None for its newest commit.
+        revision: Hash of a Git commit of the data set on the hub; None for its newest commit.
 
     Returns:
         A tuple of:
             The stream of rows.
-            The Git commit of the data set that is read.
+            The hash of the Git commit of the data set that is read.
 
     Raises:
         InputError: If the data set cannot be opened. The message contains the hub's reason.
@@ -248,11 +248,11 @@ def open_hub_dataset(
         if unreachable_error := hub_unreachable(constants.ENDPOINT):
             raise unreachable_error
         with hub_requests(f"--dataset_name {hub_dataset_phrase}"), _scratch_cache():
-            dataset_commit = revision or str(HfApi().dataset_info(name).sha)
+            hub_commit_hash = revision or str(HfApi().dataset_info(name).sha)
             dataset_rows = datasets.load_dataset(
-                name, config, split=split, revision=dataset_commit, streaming=True
+                name, config, split=split, revision=hub_commit_hash, streaming=True
             )
-        return dataset_rows, dataset_commit
+        return dataset_rows, hub_commit_hash
     except Exception as error:  # the libraries for the hub and its files may raise any exception
         failure_reason = unwritable_cache(error) or one_line(error)
         if name_unknown(error):
@@ -325,7 +325,7 @@ class ShuffledRows:
         self._dataset = dataset
         self._shuffle_seed = seed
         self._partition_order = np.random.default_rng(seed).permutation(dataset.num_shards).tolist()
-        self._current_state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
+        self._row_stream_state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the row that was read last.
@@ -333,14 +333,14 @@ class ShuffledRows:
         The state is a JSON object from which reading can continue with the next row. The docstring
         of this class lists its keys.
         """
-        return dict(self._current_state)
+        return dict(self._row_stream_state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue from a state that `state_dict` has returned."""
-        self._current_state = dict(state)
+        self._row_stream_state = dict(state)
 
     def __iter__(self) -> Iterator[SourceRow]:
-        state_at_block_start = self._current_state
+        state_at_block_start = self._row_stream_state
         for num_partitions_read in range(state_at_block_start["piece"], len(self._partition_order)):
             partition_index = self._partition_order[num_partitions_read]
             partition_rows = self._dataset.shard(
@@ -360,10 +360,10 @@ class ShuffledRows:
                     state_at_block_start["taken"], len(permuted_indices_in_block)
                 ):
                     index_in_block = permuted_indices_in_block[num_rows_read]
-                    self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
-                    source_row_or_column_dict = block_rows[index_in_block]
-                    if isinstance(source_row_or_column_dict, SourceRow):
-                        source_row = source_row_or_column_dict
+                    self._row_stream_state = {**state_at_block_start, "taken": num_rows_read + 1}
+                    source_row_or_value_by_column = block_rows[index_in_block]
+                    if isinstance(source_row_or_value_by_column, SourceRow):
+                        source_row = source_row_or_value_by_column
                     else:
                         # Hub data sets yield rows as dicts of their columns, without a position.
                         # The position is added here.
@@ -372,12 +372,15 @@ class ShuffledRows:
                             f"row {row_number_in_partition} of shard {partition_index} "
                             "(both from 0)"
                         )
-                        row_position = {"shard": partition_index, "row": row_number_in_partition}
+                        row_position_fields = {
+                            "shard": partition_index,
+                            "row": row_number_in_partition,
+                        }
                         source_row = hub_row(
-                            source_row_or_column_dict,
+                            source_row_or_value_by_column,
                             partition_rows.features,
                             location_phrase,
-                            row_position,
+                            row_position_fields,
                         )
                     yield source_row
                 block_number += 1

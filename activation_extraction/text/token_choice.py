@@ -76,37 +76,37 @@ class TokenChoice:
             The mask of the selected tokens, bool (num_tokens,).
         """
         if storable_token_mask is None:
-            eligible_mask = np.ones(num_tokens, bool)
+            eligible_token_mask = np.ones(num_tokens, bool)
         else:
-            eligible_mask = storable_token_mask.copy()
+            eligible_token_mask = storable_token_mask.copy()
         if self.roles:
             role_indices = [ROLES.index(role) for role in self.roles]
-            eligible_mask &= np.isin(token_labels_by_name["role"], role_indices)
+            eligible_token_mask &= np.isin(token_labels_by_name["role"], role_indices)
         if self.position_rule.keeps_only_last_token_of_turn:
-            eligible_indices = np.flatnonzero(eligible_mask)
-            turns_of_eligible_tokens = token_labels_by_name["turn"][eligible_indices]
-            is_last_token_of_turn = np.diff(turns_of_eligible_tokens, append=-1) != 0
-            eligible_mask[:] = False
-            eligible_mask[eligible_indices[is_last_token_of_turn]] = True
-        return eligible_mask
+            eligible_token_indices = np.flatnonzero(eligible_token_mask)
+            turn_numbers_of_eligible_tokens = token_labels_by_name["turn"][eligible_token_indices]
+            last_token_of_turn_mask = np.diff(turn_numbers_of_eligible_tokens, append=-1) != 0
+            eligible_token_mask[:] = False
+            eligible_token_mask[eligible_token_indices[last_token_of_turn_mask]] = True
+        return eligible_token_mask
 
     def kept(
-        self, sample_idx: int, token_ids: np.ndarray, eligible_mask: np.ndarray | None = None
+        self, sample_idx: int, token_ids: np.ndarray, eligible_token_mask: np.ndarray | None = None
     ) -> np.ndarray:
         """Returns the positions of a sample's kept tokens.
 
         Args:
             sample_idx: The `sample_idx` of the sample, on which a random choice depends.
             token_ids: The token ids of the sample, int32 (tokens,).
-            eligible_mask: Mask of the tokens to which the rule of --positions applies, bool
+            eligible_token_mask: Mask of the tokens to which the rule of --positions applies, bool
                 (tokens,); None if it applies to all tokens.
 
         Returns:
             The positions in the sample, counted from 0, int32, ascending.
         """
         candidate_positions = np.arange(len(token_ids), dtype=np.int32)
-        if eligible_mask is not None:
-            candidate_positions = candidate_positions[eligible_mask]
+        if eligible_token_mask is not None:
+            candidate_positions = candidate_positions[eligible_token_mask]
         position_rule = self.position_rule
         if position_rule.probability is not None:
             position_hashes = _hashes(position_rule.seed, sample_idx, candidate_positions)
@@ -128,8 +128,8 @@ class TokenChoice:
                     position_hashes, position_rule.num_random_positions - 1
                 )[: position_rule.num_random_positions]
                 chosen_positions = chosen_positions[np.sort(indices_of_smallest_hashes)]
-        is_token_dropped = np.isin(token_ids[chosen_positions], self.dropped_token_ids)
-        return chosen_positions[~is_token_dropped]
+        dropped_token_mask = np.isin(token_ids[chosen_positions], self.dropped_token_ids)
+        return chosen_positions[~dropped_token_mask]
 
 
 def _hashes(seed: int, sample_idx: int, positions: np.ndarray) -> np.ndarray:

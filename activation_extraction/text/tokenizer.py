@@ -143,8 +143,8 @@ def _replace_words(tokenizer: Tokenizer, source: Tokenizer, prefix_space: bool |
             `source`.
     """
     if prefix_space is not None:
-        for byte_level_step in _byte_levels(source):
-            byte_level_step.add_prefix_space = prefix_space
+        for byte_level_component in _byte_levels(source):
+            byte_level_component.add_prefix_space = prefix_space
     tokenizer.normalizer = source.normalizer
     tokenizer.pre_tokenizer = source.pre_tokenizer
     tokenizer.model = source.model
@@ -152,19 +152,19 @@ def _replace_words(tokenizer: Tokenizer, source: Tokenizer, prefix_space: bool |
 
 
 def _byte_levels(tokenizer: Tokenizer) -> list[pre_tokenizers.ByteLevel]:
-    """Returns the pre-tokenization steps of a tokenizer that turn words into bytes.
+    """Returns the components of a tokenizer's pre-tokenizer that turn words into bytes.
 
     The returned objects belong to the tokenizer, so changing one of them changes the tokenizer.
     """
     pre_tokenizer: Any = tokenizer.pre_tokenizer
-    pre_tokenizer_steps: list[Any] = [pre_tokenizer]
+    pre_tokenizer_components: list[Any] = [pre_tokenizer]
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
         # mypy does not know that a sequence of pre-tokenizers can be iterated (type: ignore).
-        pre_tokenizer_steps = [*pre_tokenizer]  # type: ignore[misc]
+        pre_tokenizer_components = [*pre_tokenizer]  # type: ignore[misc]
     return [
-        pre_tokenizer_step
-        for pre_tokenizer_step in pre_tokenizer_steps
-        if isinstance(pre_tokenizer_step, pre_tokenizers.ByteLevel)
+        pre_tokenizer_component
+        for pre_tokenizer_component in pre_tokenizer_components
+        if isinstance(pre_tokenizer_component, pre_tokenizers.ByteLevel)
     ]
 
 

@@ -66,18 +66,18 @@ class SpecialTokens:
     """The special tokens that are added around a text.
 
     Attributes:
-        front_token_ids: Ids of the tokens that are added in front of the text.
-        end_token_ids: Ids of the tokens that are added after the text.
+        token_ids_before_text: Ids of the tokens that are added before the text.
+        token_ids_after_text: Ids of the tokens that are added after the text.
         description: Description for messages and metadata.json, such as "text + <|endoftext|>"; ""
             if no tokens are added.
     """
 
-    front_token_ids: tuple[int, ...] = ()
-    end_token_ids: tuple[int, ...] = ()
+    token_ids_before_text: tuple[int, ...] = ()
+    token_ids_after_text: tuple[int, ...] = ()
     description: str = ""
 
     def __len__(self) -> int:
-        return len(self.front_token_ids) + len(self.end_token_ids)
+        return len(self.token_ids_before_text) + len(self.token_ids_after_text)
 
     def around(self, tokens: Tokens, num_characters: int) -> Tokens:
         """Returns the tokens of a text with the special tokens around them.
@@ -87,14 +87,16 @@ class SpecialTokens:
             num_characters: The number of characters of the text. It becomes the start offset of the
                 special tokens after the text.
         """
-        front_token_ids = np.array(self.front_token_ids, np.int32)
-        end_token_ids = np.array(self.end_token_ids, np.int32)
-        all_token_ids = np.concatenate([front_token_ids, tokens.ids, end_token_ids])
+        token_ids_before_text = np.array(self.token_ids_before_text, np.int32)
+        token_ids_after_text = np.array(self.token_ids_after_text, np.int32)
+        all_token_ids = np.concatenate([token_ids_before_text, tokens.ids, token_ids_after_text])
         start_offsets = tokens.start_offsets
         if start_offsets is not None:
-            front_offsets = np.zeros_like(front_token_ids)
-            end_offsets = np.full_like(end_token_ids, num_characters)
-            start_offsets = np.concatenate([front_offsets, start_offsets, end_offsets])
+            start_offsets_before_text = np.zeros_like(token_ids_before_text)
+            start_offsets_after_text = np.full_like(token_ids_after_text, num_characters)
+            start_offsets = np.concatenate(
+                [start_offsets_before_text, start_offsets, start_offsets_after_text]
+            )
         return replace(
             tokens,
             ids=all_token_ids,
@@ -158,7 +160,7 @@ def tokenise(
         contains a text with the reason in place of the document's tokens.
     """
     if tokenizer is None:
-        token_ids_of_contents = [content.token_ids for content in contents]
+        token_ids_of_contents = [document_content.token_ids for document_content in contents]
         return [
             Tokens(token_ids, len(token_ids))
             for token_ids in token_ids_of_contents
@@ -171,7 +173,10 @@ def tokenise(
     except BaseException as error:  # a panic of the tokenizer's native code is no Exception
         if len(contents) == 1:
             return [f"the tokenizer cannot take it: {one_line(error):.200}"]
-        return [tokenise(tokenizer, [content], max_tokens, cuts)[0] for content in contents]
+        return [
+            tokenise(tokenizer, [document_content], max_tokens, cuts)[0]
+            for document_content in contents
+        ]
 
 
 def _tokenise_all(
@@ -197,11 +202,15 @@ def _tokenise_all(
     Raises:
         BaseException: If the tokenizer fails on a text. The exception may be of any type.
     """
-    section_slices_of_contents = [_section_slices(content.text, cuts) for content in contents]
+    section_slices_of_contents = [
+        _section_slices(document_content.text, cuts) for document_content in contents
+    ]
     section_texts: list[str] = []
-    for content, section_slices in zip(contents, section_slices_of_contents, strict=True):
-        section_texts += [content.text[section_slice] for section_slice in section_slices]
-    needs_character_offsets = max_tokens is None or any(content.spans for content in contents)
+    for document_content, section_slices in zip(contents, section_slices_of_contents, strict=True):
+        section_texts += [document_content.text[section_slice] for section_slice in section_slices]
+    needs_character_offsets = max_tokens is None or any(
+        document_content.spans for document_content in contents
+    )
     # Tokenising without offsets takes a third of the time.
     encode_texts = (
         tokenizer.encode_batch if needs_character_offsets else tokenizer.encode_batch_fast
@@ -217,9 +226,11 @@ def _tokenise_all(
     section_encodings = encode_lazily()
     return [
         _tokens_of_sections(
-            content, section_slices, section_encodings, max_tokens, needs_character_offsets
+            document_content, section_slices, section_encodings, max_tokens, needs_character_offsets
         )
-        for content, section_slices in zip(contents, section_slices_of_contents, strict=True)
+        for document_content, section_slices in zip(
+            contents, section_slices_of_contents, strict=True
+        )
     ]
 
 
@@ -282,32 +293,32 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         must not be cut.
     """
     allowed_cut_patterns = []
-    for cut_pattern, (texts_before_cut, texts_after_cut) in CUT_TRIALS.items():
-        text_pairs_around_cut = product(texts_before_cut, texts_after_cut)
+    for cut_pattern, (texts_left_of_cut, texts_right_of_cut) in CUT_TRIALS.items():
+        text_pairs_around_cut = product(texts_left_of_cut, texts_right_of_cut)
         if all(
-            _keeps_words(tokenizer, text_before_cut, text_after_cut)
-            for text_before_cut, text_after_cut in text_pairs_around_cut
+            _keeps_words(tokenizer, text_left_of_cut, text_right_of_cut)
+            for text_left_of_cut, text_right_of_cut in text_pairs_around_cut
         ):
             allowed_cut_patterns.append(cut_pattern)
     if not allowed_cut_patterns:
         return None
-    allowed_cuts_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
+    any_allowed_cut_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
     # Lookaheads and lookbehinds that forbid cutting a text inside an added token, or next to one
     # that includes the spaces beside it, because such a cut would change the tokens. For an added
     # token "a b", for example, (?!(?<=a) b) forbids the cut between "a" and " b".
-    excluded_cuts_pattern = ""
+    lookarounds_that_forbid_cuts = ""
     for added_token in tokenizer.get_added_tokens_decoder().values():
         if added_token.rstrip:
-            excluded_cuts_pattern += f"(?<!{re.escape(added_token.content)})"
+            lookarounds_that_forbid_cuts += f"(?<!{re.escape(added_token.content)})"
         if added_token.lstrip:
-            excluded_cuts_pattern += f"(?!{re.escape(added_token.content)})"
-        for cut_match in re.finditer(allowed_cuts_pattern, added_token.content):
-            token_text_before_cut = added_token.content[: cut_match.start()]
-            token_text_after_cut = added_token.content[cut_match.start() :]
-            excluded_cuts_pattern += (
-                f"(?!(?<={re.escape(token_text_before_cut)}){re.escape(token_text_after_cut)})"
+            lookarounds_that_forbid_cuts += f"(?!{re.escape(added_token.content)})"
+        for cut_match in re.finditer(any_allowed_cut_pattern, added_token.content):
+            token_text_left_of_cut = added_token.content[: cut_match.start()]
+            token_text_right_of_cut = added_token.content[cut_match.start() :]
+            lookarounds_that_forbid_cuts += (
+                f"(?!(?<={re.escape(token_text_left_of_cut)}){re.escape(token_text_right_of_cut)})"
             )
-    return re.compile(allowed_cuts_pattern + excluded_cuts_pattern)
+    return re.compile(any_allowed_cut_pattern + lookarounds_that_forbid_cuts)
 
 
 def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
@@ -371,13 +382,16 @@ def _labels_of_tokens(content: Content, offsets: np.ndarray) -> dict[str, np.nda
     """
     if not content.spans:
         return {}
-    span_starts, span_roles, span_turns = np.array(content.spans, np.int32).T
+    span_start_offsets, span_role_indices, span_turn_numbers = np.array(content.spans, np.int32).T
     first_character_offsets = offsets[:, 0]
     last_character_offsets = np.maximum(offsets[:, 1] - 1, first_character_offsets)
-    first_span_indices = np.searchsorted(span_starts, first_character_offsets, "right") - 1
-    last_span_indices = np.searchsorted(span_starts, last_character_offsets, "right") - 1
-    token_begins_in_template = span_roles[first_span_indices] == TEMPLATE
+    first_span_indices = np.searchsorted(span_start_offsets, first_character_offsets, "right") - 1
+    last_span_indices = np.searchsorted(span_start_offsets, last_character_offsets, "right") - 1
+    token_begins_in_template_mask = span_role_indices[first_span_indices] == TEMPLATE
     span_indices_of_tokens = np.where(
-        token_begins_in_template, last_span_indices, first_span_indices
+        token_begins_in_template_mask, last_span_indices, first_span_indices
     )
-    return {"role": span_roles[span_indices_of_tokens], "turn": span_turns[span_indices_of_tokens]}
+    return {
+        "role": span_role_indices[span_indices_of_tokens],
+        "turn": span_turn_numbers[span_indices_of_tokens],
+    }
