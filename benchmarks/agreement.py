@@ -29,9 +29,9 @@ MAX_SHARD_BYTES = 4 * 10**9
 # Dtype -> the largest allowed deviation from the reference (see `deviation`). bfloat16 has only 8
 # significant bits, and every layer rounds several times, so its tolerance is large.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
-# The largest allowed ratio of two numbers of tokens with changed experts: the contender's number
-# divided by the reference's. The numbers should be similar, because both programs round to the same
-# dtype.
+# Rounding changes the experts of some tokens: the router chooses other experts than in float32.
+# This is the largest allowed number of such tokens in the contender's activations, divided by their
+# number in the reference's activations, which are rounded to the same dtype.
 MAX_CHANGED_RATIO = 2
 # The largest number of tokens of a document that is compared. Longer documents are left out,
 # because the activations of all compared documents of the reference stay in memory.
@@ -129,7 +129,10 @@ class Comparison:
         return float(np.max(self.deviations)) if self.deviations else None
 
     def check(self, name: str, dtype: str) -> None:
-        """Checks that the deviations and the numbers of tokens with changed experts are small.
+        """Checks that the contender agrees with the reference and with float32.
+
+        The deviations from the reference must be small. The router must choose other experts than
+        in float32 for few tokens: see MAX_CHANGED_RATIO.
 
         Args:
             name: The name of the compared program (the contender), for the message.
@@ -202,10 +205,10 @@ class Agreement:
         comparison = Comparison()
         for document_number, token_ids, values_by_hook in stored_documents(folder):
             num_tokens = len(token_ids)
-            token_counts_of_hooks = {len(hook_values) for hook_values in values_by_hook.values()}
+            distinct_token_counts = {len(hook_values) for hook_values in values_by_hook.values()}
             if token_ids.tolist() != list(
                 self._token_ids_of_documents[document_number]
-            ) or token_counts_of_hooks != {num_tokens}:
+            ) or distinct_token_counts != {num_tokens}:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
             token_count_by_hook.update(dict.fromkeys(values_by_hook, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:
@@ -281,8 +284,8 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
         expected: The expected values of these tokens, in the same shape.
 
     Returns:
-        The largest absolute difference of two elements, divided by the root mean square of all
-        expected values.
+        The largest absolute difference between a value and the expected value in the same place,
+        divided by the root mean square of all expected values.
     """
     float32_values = values.astype(np.float32)
     float32_expected_values = expected.astype(np.float32)

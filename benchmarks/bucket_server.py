@@ -130,30 +130,33 @@ class Server(socketserver.ThreadingTCPServer):
         """
         # Entry of this page of the listing -> XML of the entry. An entry is the name of an object,
         # or the name of a folder followed by the delimiter.
-        xml_by_entry: dict[str, str] = {}
+        xml_by_listing_entry: dict[str, str] = {}
         first_object_index = bisect_left(
             self.object_names, max(prefix, last_entry_of_previous_page)
         )
         for object_name in self.object_names[first_object_index:]:
-            if len(xml_by_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
+            if len(xml_by_listing_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
                 break
             entry_after_prefix, delimiter_of_entry, _ = object_name[len(prefix) :].partition(
                 delimiter or "\0"
             )
             listing_entry = prefix + entry_after_prefix + delimiter_of_entry
-            if listing_entry <= last_entry_of_previous_page or listing_entry in xml_by_entry:
+            if (
+                listing_entry <= last_entry_of_previous_page
+                or listing_entry in xml_by_listing_entry
+            ):
                 continue
             listed_object = self.object_by_name[object_name]
-            xml_by_entry[listing_entry] = (
+            xml_by_listing_entry[listing_entry] = (
                 f"<CommonPrefixes><Prefix>{escape(listing_entry)}</Prefix></CommonPrefixes>"
                 if delimiter_of_entry
                 else f"<Contents><Key>{escape(listing_entry)}</Key>"
                 f"<Size>{listed_object.num_bytes}</Size><ETag>{listed_object.etag}</ETag>"
                 f"<LastModified>{LISTED_DATE}</LastModified></Contents>"
             )
-        entries_xml = "".join([*xml_by_entry.values()][:PAGE_ENTRIES])
-        if len(xml_by_entry) > PAGE_ENTRIES:
-            continuation_token = escape([*xml_by_entry][PAGE_ENTRIES - 1])
+        entries_xml = "".join([*xml_by_listing_entry.values()][:PAGE_ENTRIES])
+        if len(xml_by_listing_entry) > PAGE_ENTRIES:
+            continuation_token = escape([*xml_by_listing_entry][PAGE_ENTRIES - 1])
             entries_xml += f"<NextContinuationToken>{continuation_token}</NextContinuationToken>"
         return f"<ListBucketResult>{entries_xml}</ListBucketResult>".encode()
 
@@ -261,9 +264,9 @@ class Connection(socketserver.StreamRequestHandler):
             while next_offset < stop:
                 next_send_time = start_time + (next_offset - start) / self.server.bytes_per_second
                 time.sleep(max(0.0, next_send_time - time.perf_counter()))
-                num_sent_bytes = min(SENT_AT_ONCE, stop - next_offset)
+                num_bytes_to_send = min(SENT_AT_ONCE, stop - next_offset)
                 next_offset += os.sendfile(
-                    self.connection.fileno(), served_file.fileno(), next_offset, num_sent_bytes
+                    self.connection.fileno(), served_file.fileno(), next_offset, num_bytes_to_send
                 )
 
 

@@ -131,7 +131,7 @@ def load_transformers(folder: str, dtype: torch.dtype, hook_names: Sequence[str]
     for layer in map(layer_of, filter(is_expert_hook, hook_names)):
 
         def hook_gate(_: Any, _inputs: Any, gate_output: Any, layer: int = layer) -> None:
-            _logits, _weights, expert_numbers = gate_output
+            _logits, _routing_weights, expert_numbers = gate_output
             expert_numbers_by_layer[layer] = expert_numbers
 
         model.layers[layer].mlp.gate.register_forward_hook(hook_gate)
@@ -228,15 +228,16 @@ class Shards:
     _num_written_shards: int = 0
     _num_collected_array_bytes: int = 0  # bytes of the values that are not written yet
     # Name of a hook -> records that are not written yet, one for each document.
-    _records_by_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _document_records_by_hook_name: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(
         self, document_number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]
     ) -> None:
-        """Adds the records of one document.
+        """Adds the values of one document, as a record for each hook.
 
-        If the arrays of all collected records would become larger than SHARD_BYTES, the records of
-        earlier documents are first written as a shard.
+        A record is a dict with the values of the document at one hook, its token ids and its
+        number. If the arrays of all collected records would become larger than SHARD_BYTES, the
+        records of earlier documents are first written as a shard.
 
         Args:
             document_number: The number of the document in the data set, from 0.
@@ -251,7 +252,7 @@ class Shards:
         ):
             self.flush()
         for hook_name, hook_array in zip(self.hook_names, hook_arrays, strict=True):
-            shard_record = {
+            document_hook_record = {
                 "sample_idx": document_number,
                 "hook": hook_name,
                 "activation": hook_array,
@@ -260,7 +261,9 @@ class Shards:
                 "token_ids": np.array(token_ids, np.int32),
                 "doc_id": None,
             }
-            self._records_by_hook.setdefault(hook_name, []).append(shard_record)
+            self._document_records_by_hook_name.setdefault(hook_name, []).append(
+                document_hook_record
+            )
         self._num_collected_array_bytes += num_array_bytes
 
     def flush(self) -> None:
@@ -274,11 +277,11 @@ class Shards:
         shard_path = self.folder / f"shard_{self._num_written_shards:04d}.pkl.gz"
         with open(shard_path, "wb") as shard_file:
             with self._compressed(shard_file) as compressed_stream:
-                pickle.dump(self._records_by_hook, compressed_stream)
+                pickle.dump(self._document_records_by_hook_name, compressed_stream)
             shard_file.flush()
             os.fsync(shard_file.fileno())
         self.written_bytes += shard_path.stat().st_size
-        self._records_by_hook = {}
+        self._document_records_by_hook_name = {}
         self._num_collected_array_bytes = 0
 
     def _compressed(self, file: Any) -> Any:
@@ -321,27 +324,29 @@ def run(
         bytes: The total size of the files in bytes.
         compute_seconds, store_seconds: The seconds of computing and of writing.
     """
-    run_figures = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
+    run_total_by_name = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
     start_time = time.perf_counter()
     for document_numbers_of_batch in batches:
         batch_start_time = time.perf_counter()
         values_of_hooks = compute_batch(
             [documents[document_number] for document_number in document_numbers_of_batch]
         )
-        run_figures["compute_seconds"] += time.perf_counter() - batch_start_time
+        run_total_by_name["compute_seconds"] += time.perf_counter() - batch_start_time
         for row_index_in_batch, document_number in enumerate(document_numbers_of_batch):
             num_tokens = len(documents[document_number])
-            run_figures["tokens"] += num_tokens
-            if run_figures["documents"] % written_document_stride == 0:
-                document_values = [
+            run_total_by_name["tokens"] += num_tokens
+            if run_total_by_name["documents"] % written_document_stride == 0:
+                document_values_of_hooks = [
                     hook_values[row_index_in_batch, :num_tokens] for hook_values in values_of_hooks
                 ]
-                shards.add(document_number, documents[document_number], document_values)
-                run_figures["written_tokens"] += num_tokens
-            run_figures["documents"] += 1
+                shards.add(document_number, documents[document_number], document_values_of_hooks)
+                run_total_by_name["written_tokens"] += num_tokens
+            run_total_by_name["documents"] += 1
     shards.flush()
-    run_figures["store_seconds"] = time.perf_counter() - start_time - run_figures["compute_seconds"]
-    return run_figures | {"bytes": shards.written_bytes}
+    run_total_by_name["store_seconds"] = (
+        time.perf_counter() - start_time - run_total_by_name["compute_seconds"]
+    )
+    return run_total_by_name | {"bytes": shards.written_bytes}
 
 
 def main() -> None:
@@ -381,13 +386,17 @@ def main() -> None:
     batches = batches_of(document_lengths, method, parsed_flags.batch_size, parsed_flags.every)
     parsed_flags.output.mkdir(parents=True, exist_ok=True)
     shards = Shards(parsed_flags.output, parsed_flags.hooks, method)
-    run_figures = run(
+    run_total_by_name = run(
         compute_batch, token_ids_of_documents, batches, shards, parsed_flags.written_every
     )
     version_by_package = {
         package_name: version(package_name) for package_name in ("torch", "transformers", "isal")
     }
-    print(json.dumps(run_figures | {"load_seconds": load_seconds, "versions": version_by_package}))
+    print(
+        json.dumps(
+            run_total_by_name | {"load_seconds": load_seconds, "versions": version_by_package}
+        )
+    )
 
 
 if __name__ == "__main__":

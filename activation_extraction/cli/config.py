@@ -81,14 +81,16 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         SystemExit: If --help or --version has been printed.
     """
     command_words = sys.argv[1:] if argv is None else argv
-    flag_values: ValueByFlagName = vars(build_parser().parse_args(_with_slices(command_words)))
-    _fill_from_environment(flag_values)
-    _refuse_conflicts(flag_values)
-    _check_hosts(flag_values)
-    for flag_name, flag_value in flag_values.items():
+    value_by_flag_name: ValueByFlagName = vars(
+        build_parser().parse_args(_with_slices(command_words))
+    )
+    _fill_from_environment(value_by_flag_name)
+    _refuse_conflicts(value_by_flag_name)
+    _check_hosts(value_by_flag_name)
+    for flag_name, flag_value in value_by_flag_name.items():
         if isinstance(flag_value, list):
-            flag_values[flag_name] = FLAGS[flag_name].collect(flag_value)
-    config = Config.of({**flag_values, **_dependent_values(flag_values)})
+            value_by_flag_name[flag_name] = FLAGS[flag_name].collect_values(flag_value)
+    config = Config.of({**value_by_flag_name, **_dependent_values(value_by_flag_name)})
     _check_values(config)
     return config
 
@@ -104,13 +106,13 @@ def _with_slices(words: Sequence[str]) -> list[str]:
     Returns:
         The words, with --positions and its slice as one word.
     """
-    joined_words: list[str] = []
+    words_with_joined_values: list[str] = []
     for command_word in words:
-        if joined_words[-1:] == ["--positions"] and re.match(r"-\d", command_word):
-            joined_words[-1] += f"={command_word}"
+        if words_with_joined_values[-1:] == ["--positions"] and re.match(r"-\d", command_word):
+            words_with_joined_values[-1] += f"={command_word}"
         else:
-            joined_words.append(command_word)
-    return joined_words
+            words_with_joined_values.append(command_word)
+    return words_with_joined_values
 
 
 class _Parser(argparse.ArgumentParser):
@@ -156,8 +158,8 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     for help_group in GROUPS:
-        group_text = help_group.text_below_title
-        wrapped_text = group_text and textwrap.fill(group_text, GROUP_TEXT_WIDTH)
+        help_group_text = help_group.text_below_title
+        wrapped_text = help_group_text and textwrap.fill(help_group_text, GROUP_TEXT_WIDTH)
         argument_group = flag_parser.add_argument_group(help_group.title, wrapped_text)
         for flag_name, flag in FLAGS.items():
             if flag.help_group == help_group:
@@ -203,7 +205,7 @@ def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         message of a ValueError by a message of its own.
     """
 
-    @wraps(parse)  # messages of argparse contain the parser's name
+    @wraps(parse)  # argparse prints the name of this function in its messages
     def parse_for_argparse(typed: str) -> Any:
         try:
             return parse(typed)
@@ -220,8 +222,10 @@ def _epilog() -> str:
         if flag.environment_variables is not None:
             environment_variables_phrase = " or ".join(flag.environment_variables.variable_names)
             environment_variable_line = f"  {environment_variables_phrase:<46} --{flag_name}"
-            if flag.environment_variables.required_flag:
-                environment_variable_line += f" (with --{flag.environment_variables.required_flag})"
+            if flag.environment_variables.flag_that_enables_variables:
+                environment_variable_line += (
+                    f" (with --{flag.environment_variables.flag_that_enables_variables})"
+                )
             environment_variable_lines.append(environment_variable_line)
     return HELP_BEFORE_VARIABLES + "\n".join(environment_variable_lines) + HELP_AFTER_VARIABLES
 
@@ -240,9 +244,9 @@ def _fill_from_environment(values: ValueByFlagName) -> None:
         if flag.environment_variables is None or flag_name in values:
             continue
         nonempty_variable_names = [
-            variable_name
-            for variable_name in flag.environment_variables.variable_names
-            if os.environ.get(variable_name)
+            environment_variable_name
+            for environment_variable_name in flag.environment_variables.variable_names
+            if os.environ.get(environment_variable_name)
         ]
         if nonempty_variable_names and flag.environment_variables.are_read_with(
             _names_of_flags(values)
@@ -314,12 +318,12 @@ def variable_name_of_task_without_machine(config: Config) -> str | None:
     """
     if config.host_options.total_machines > 1:
         return None
-    for variable_name in ARRAY_VARIABLES:
+    for environment_variable_name in ARRAY_VARIABLES:
         contains_host_number = (
-            variable_name == "JOB_COMPLETION_INDEX" and config.host_options.multihost
+            environment_variable_name == "JOB_COMPLETION_INDEX" and config.host_options.multihost
         )
-        if os.environ.get(variable_name) and not contains_host_number:
-            return variable_name
+        if os.environ.get(environment_variable_name) and not contains_host_number:
+            return environment_variable_name
     return None
 
 
@@ -341,10 +345,12 @@ def _refuse_conflicts(values: ValueByFlagName) -> None:
     for flag_name in values:
         if not FLAGS[flag_name].needs:
             continue
-        needed_flag_names = FLAGS[flag_name].needs.split(" or ")
-        if not any(needed_flag_name in values for needed_flag_name in needed_flag_names):
+        alternative_flag_names = FLAGS[flag_name].needs.split(" or ")
+        if not any(
+            alternative_flag_name in values for alternative_flag_name in alternative_flag_names
+        ):
             needed_flags_phrase = " or ".join(
-                f"--{needed_flag_name}" for needed_flag_name in needed_flag_names
+                f"--{alternative_flag_name}" for alternative_flag_name in alternative_flag_names
             )
             raise InputError(f"--{flag_name}: needs {needed_flags_phrase}")
     if "model_path" not in values:
@@ -409,9 +415,10 @@ def _dependent_values(values: ValueByFlagName) -> ValueByFlagName:
         values: Name -> value of each flag that the user or an environment variable sets.
 
     Returns:
-        Name -> value of each flag whose default depends on other flags: its value in `values` if it
-        is set, otherwise the default that the other flags determine. The result may lack a flag
-        that `values` contains, or to which its default in flags.py applies.
+        Name -> value of flags whose default depends on other flags. The value is the value in
+        `values` if the flag is set, otherwise the default that the other flags determine. A flag is
+        missing if the caller needs no value of it, because its value in `values` or its default in
+        flags.py is right.
     """
     recomputes_samples = "verify" in values and "model_path" in values
     is_shard_format_compressible = values.get("shard_format") != "safetensors"
@@ -420,16 +427,16 @@ def _dependent_values(values: ValueByFlagName) -> ValueByFlagName:
         "compress_shards": is_shard_format_compressible and values.get("compress_shards", True),
     }
     if recomputes_samples:
-        default_verify_samples = InspectionOptions.verify_samples
+        default_num_verified_samples = InspectionOptions.verify_samples
         value_by_dependent_flag["verify_samples"] = values.get(
-            "verify_samples", default_verify_samples
+            "verify_samples", default_num_verified_samples
         )
     if not {"dataset_path", "mix", "demo"} & values.keys():
         value_by_dependent_flag["dataset_name"] = values.get("dataset_name", DEFAULT_DATASET.name)
         if "dataset_name" not in values:
-            default_dataset_config = DEFAULT_DATASET.config_name
+            default_dataset_config_name = DEFAULT_DATASET.config_name
             value_by_dependent_flag["dataset_config"] = values.get(
-                "dataset_config", default_dataset_config
+                "dataset_config", default_dataset_config_name
             )
     if "demo" in values:
         value_by_dependent_flag["max_seq_length"] = values.get(

@@ -31,27 +31,29 @@ class EnvironmentVariables:
 
     Attributes:
         variable_names: Names of the variables. The first variable that is set is used.
-        required_flag: Name of a flag without which the variables are ignored; "" if the variables
-            do not depend on a flag.
+        flag_that_enables_variables: Name of a flag without which the variables are ignored; "" if
+            the variables do not depend on a flag.
         flags_that_disable_variables: Names of flags. The variables are ignored if one of these
             flags is set.
     """
 
     variable_names: tuple[str, ...]
-    required_flag: str = ""
+    flag_that_enables_variables: str = ""
     flags_that_disable_variables: tuple[str, ...] = ()
 
     def are_read_with(self, flag_names: Collection[str]) -> bool:
         """Returns whether these environment variables may give a missing flag its value.
 
-        The variables are ignored if the flag `required_flag` is not set, or if one of
+        The variables are ignored if the flag `flag_that_enables_variables` is not set, or if one of
         `flags_that_disable_variables` is set.
 
         Args:
             flag_names: Names of the flags that are set, on the command line or by other environment
                 variables.
         """
-        has_needed_flag = not self.required_flag or self.required_flag in flag_names
+        has_needed_flag = (
+            not self.flag_that_enables_variables or self.flag_that_enables_variables in flag_names
+        )
         return has_needed_flag and not any(
             flag_name in flag_names for flag_name in self.flags_that_disable_variables
         )
@@ -73,8 +75,8 @@ class Flag:
             there are no such variables.
         negated_name_and_help: Name and help text of the flag that sets the field to False; None if
             there is no such flag.
-        collect: Function that turns the list of values after the flag into the value of the field.
-            Only flags that take several values use it.
+        collect_values: Function that turns the list of values after the flag into the value of the
+            field. Only flags that take several values use it.
         determines_shards: Whether the value of the flag determines the content of shards. A run
             that continues must have the same value (see `store.identity.Identity`).
         may_differ_by_host: Whether the value may differ between the hosts of a run.
@@ -86,7 +88,7 @@ class Flag:
     excluded_flags: tuple[str, ...] = ()
     environment_variables: EnvironmentVariables | None = None
     negated_name_and_help: tuple[str, str] | None = None
-    collect: Callable[[list[Any]], Any] = tuple
+    collect_values: Callable[[list[Any]], Any] = tuple
     determines_shards: bool = False
     may_differ_by_host: bool = False
 
@@ -102,7 +104,7 @@ def flag(
     needs: str = "",
     excluded_flags: tuple[str, ...] = (),
     environment_variables: EnvironmentVariables | None = None,
-    collect: Callable[[list[Any]], Any] = tuple,
+    collect_values: Callable[[list[Any]], Any] = tuple,
     determines_shards: bool = False,
     may_differ_by_host: bool = False,
     **options: Any,
@@ -122,7 +124,8 @@ def flag(
         excluded_flags: Names of flags that cannot be used together with this flag.
         environment_variables: Environment variables that replace the flag if it is missing; None if
             there are no such variables.
-        collect: Function that turns a list of values into the value of the field (see `Flag`).
+        collect_values: Function that turns a list of values into the value of the field (see
+            `Flag`).
         determines_shards: Whether the value of the flag determines the content of shards (see
             `Flag`).
         may_differ_by_host: Whether the value may differ between the hosts of a run.
@@ -134,13 +137,13 @@ def flag(
     default_phrase = default_is
     if not default_phrase and default is not None:
         default_phrase = f"{default}{unit}"
-    defaults_phrase = []
+    default_phrases = []
     if environment_variables is not None:
-        defaults_phrase.append(" or ".join(environment_variables.variable_names))
+        default_phrases.append(" or ".join(environment_variables.variable_names))
     if default_phrase:
-        defaults_phrase.append(default_phrase)
-    if defaults_phrase:
-        help += f" (default: {', else '.join(defaults_phrase)})"
+        default_phrases.append(default_phrase)
+    if default_phrases:
+        help += f" (default: {', else '.join(default_phrases)})"
     if "choices" not in options:
         options = {"type": parse, "metavar": "NAME", **options}
     flag_declaration = Flag(
@@ -149,7 +152,7 @@ def flag(
         needs,
         excluded_flags,
         environment_variables,
-        collect=collect,
+        collect_values=collect_values,
         determines_shards=determines_shards,
         may_differ_by_host=may_differ_by_host,
     )

@@ -195,7 +195,7 @@ class HookOptions:
         default_is=f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}; the last layer replaces layers that "
         "the model lacks",
         parse=layers,
-        collect=_all_layers,
+        collect_values=_all_layers,
         nargs="+",
         metavar="N|N-M|all",
     )
@@ -233,7 +233,7 @@ class HookOptions:
         "Llamascopium or circuit_tracer. HOOK= is needed if the files do not name the hook, or if "
         "they contain an autoencoder for each layer",
         hook_and_path,
-        collect=each_once,
+        collect_values=each_once,
         metavar="[HOOK=]SAE",
     )
     encode_most: int | None = number(
@@ -295,7 +295,7 @@ class TextOptions:
         default_is="all",
         needs="messages_column",
         choices=ROLES,
-        collect=each_once,
+        collect_values=each_once,
         metavar="ROLE",
         determines_shards=True,
         help_group=TOKENS,
@@ -304,7 +304,7 @@ class TextOptions:
         "tokens that are never stored, even if --positions selects them: token ids, or names of "
         "tokens in the tokenizer, such as '<|im_end|>'. A number is always an id",
         token,
-        collect=_ids_and_names,
+        collect_values=_ids_and_names,
         metavar="ID|NAME",
         determines_shards=True,
         help_group=TOKENS,
@@ -365,7 +365,7 @@ class TextOptions:
         "enable_thinking=false",
         argument,
         needs="messages_column",
-        collect=lambda arguments: tuple(dict(arguments).items()),
+        collect_values=lambda arguments: tuple(dict(arguments).items()),
         metavar="NAME=VALUE",
     )
     ids_column: str | None = flag(
@@ -389,7 +389,7 @@ class TextOptions:
     )
     keep_columns: tuple[str, ...] = several(
         "more columns of the data set that are stored with each sample, such as a label",
-        collect=each_once,
+        collect_values=each_once,
         determines_shards=True,
     )
     special_tokens: str = flag(
@@ -466,15 +466,15 @@ class ComputingOptions:
         metavar="ROWS|auto",
     )
     mesh_type: str | None = flag(
-        "how the devices are arranged in a mesh. auto: so that a step is as short as possible and "
-        "weights are split as little as possible (over the axes data, fsdp, expert and model); "
-        "1d: all devices along the axis model; 2d: data x model, where the size of data is the "
-        "number of hosts; on a single host it is 2 if the number of devices is even and at least "
-        "8, otherwise 1; 3d: pipeline x data x model, or the three axes in --mesh_axes. Two axes "
-        "have the size 4, and the other devices are along the third axis. It is data if the mesh "
-        "has this axis, otherwise fsdp if the mesh has it, otherwise the first axis. If the number "
-        "of devices is less than 64 or no multiple of 16, 3d is the same as 2d. --mesh_axes "
-        "explains the axes",
+        "how the devices are arranged in a mesh. auto: a mesh with the axes data, fsdp, expert and "
+        "model, on which a step is as short as possible and weights are split as little as "
+        "possible; 1d: all devices along the axis model; 2d: data x model, where the size of data "
+        "is the number of hosts; on a single host it is 2 if the number of devices is even and at "
+        "least 8, otherwise 1; 3d: pipeline x data x model, or the three axes in --mesh_axes. Two "
+        "of the three axes have the size 4, and the remaining axis gets all other devices. The "
+        "remaining axis is data if the mesh has an axis data, otherwise fsdp if the mesh has an "
+        "axis fsdp, otherwise the first axis. If the number of devices is less than 64 or no "
+        "multiple of 16, 3d is the same as 2d. --mesh_axes explains the axes",
         "auto",
         choices=("auto", "1d", "2d", "3d"),
     )
@@ -493,7 +493,9 @@ class ComputingOptions:
         "expert splits the weights of experts. Needs --mesh_shape or --mesh_type 3d",
         default_is="model if --mesh_shape has one size, data,model if it has two, "
         "pipeline,data,model if it has three",
-        environment_variables=EnvironmentVariables(("TPU_AXIS_NAMES",), required_flag="mesh_shape"),
+        environment_variables=EnvironmentVariables(
+            ("TPU_AXIS_NAMES",), flag_that_enables_variables="mesh_shape"
+        ),
         parse=axes,
         metavar="NAME,...",
     )
@@ -513,7 +515,7 @@ class ComputingOptions:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """The number of this process among the machines and hosts of a run, and timeouts.
+    """Which machine and which host of a run this process is, how hosts connect, and timeouts.
 
     The help texts of the flags describe the fields.
     """
@@ -550,7 +552,8 @@ class HostOptions:
     coordinator_address: str | None = flag(
         "with --multihost: the address of host 0",
         environment_variables=EnvironmentVariables(
-            ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"), required_flag="multihost"
+            ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"),
+            flag_that_enables_variables="multihost",
         ),
         needs="multihost",
         parse=address,
@@ -561,7 +564,7 @@ class HostOptions:
         "with --multihost: the number of this host in the pod, counted from 0",
         least=0,
         environment_variables=EnvironmentVariables(
-            ("JAX_PROCESS_INDEX", "HOST_ID"), required_flag="multihost"
+            ("JAX_PROCESS_INDEX", "HOST_ID"), flag_that_enables_variables="multihost"
         ),
         needs="multihost",
         metavar="I",
@@ -570,7 +573,7 @@ class HostOptions:
     num_hosts: int | None = number(
         "with --multihost: the number of hosts of the pod",
         environment_variables=EnvironmentVariables(
-            ("JAX_PROCESS_COUNT", "NUM_HOSTS"), required_flag="multihost"
+            ("JAX_PROCESS_COUNT", "NUM_HOSTS"), flag_that_enables_variables="multihost"
         ),
         needs="multihost",
     )
@@ -664,12 +667,11 @@ class StorageOptions:
             bytes. A shard contains at least one sample, however large it is.
         shard_format: Format of the shards, "pickle" or "safetensors".
         compress_shards: Whether pickles are compressed with gzip. Safetensors are never compressed.
-        max_samples: Largest number of samples that a program will add to an `ActivationStorage`;
-            None for any number. The limit is checked only at the start: the storage refuses a run
-            that has stored more samples.
-        max_tokens: Largest number of tokens whose activations the program will store; None for any
-            number. The limit is checked only at the start: the storage refuses a run that has
-            stored more tokens.
+        max_samples: Largest number of samples of a run; None for no limit. extract_activations.py
+            stops there. An `ActivationStorage` does not stop: it only refuses, when it is opened, a
+            run that has stored more samples.
+        max_tokens: Largest number of tokens of a run whose activations are stored; None for no
+            limit. It is kept in the same way as `max_samples`.
         overwrite: Whether to begin a new run in place of a stored run, instead of continuing it.
         delete_local_after_upload: Whether shards are stored only in the bucket. Otherwise they are
             stored in the local folder as well. It has no effect without a bucket.

@@ -49,7 +49,17 @@ def path(typed: str) -> str:
 
 
 def path_or_default(typed: str) -> str:
-    """Returns a path, or "" if the text is empty, which means the default path."""
+    """Parses the path after a flag that may also be empty.
+
+    Args:
+        typed: The path that the user typed; "" for the default path.
+
+    Returns:
+        The path with ~ expanded (see `path`); "" for the default path.
+
+    Raises:
+        FlagValueError: If `path` refuses the path.
+    """
     return path(typed) if typed else ""
 
 
@@ -73,7 +83,18 @@ def integer(least: int) -> Callable[[str], int]:
 
 
 def row_count(typed: str) -> int | str:
-    """Returns a positive number of rows, or "auto"."""
+    """Parses a number of rows.
+
+    Args:
+        typed: The text that the user typed: a positive integer, or "auto".
+
+    Returns:
+        The number, or the text "auto".
+
+    Raises:
+        FlagValueError: If the number is less than 1.
+        ValueError: If the text is neither an integer nor "auto".
+    """
     return typed if typed == "auto" else integer(1)(typed)
 
 
@@ -82,10 +103,11 @@ row_count.__name__ = "integer or auto"
 
 def token(typed: str) -> int | str:
     """Returns a token id if the text is a number, otherwise the text as the name of a token."""
-    # Numbers with commas are passed to `integer` as well, which rejects them, because token ids are
-    # separated by spaces.
-    is_numeric = re.fullmatch("[-+]?[0-9]+(,[0-9]+)*", typed) is not None
-    return integer(0)(typed) if is_numeric else text(typed)
+    # Token ids are separated by spaces. Numbers that are separated by commas are also passed to
+    # `integer`, because its message explains the mistake. As the name of a token, they would only
+    # be reported as an unknown token.
+    contains_only_integers = re.fullmatch("[-+]?[0-9]+(,[0-9]+)*", typed) is not None
+    return integer(0)(typed) if contains_only_integers else text(typed)
 
 
 token.__name__ = "token id"

@@ -2,7 +2,7 @@
 
     errors.py           the errors of this program, and their exit statuses
     log.py              the log, and what each thread is doing
-    visible.py          filters all text that leaves the program
+    visible.py          removes secrets and control characters from text before it is printed
     retries.py          rewords the log lines of libraries about requests that they retry
     interrupts.py       ends the process on Ctrl-C
     late_imports.py     imports transformers when it is needed

@@ -64,7 +64,10 @@ class AllowListUnpickler(pickle.Unpickler):
 class _CompleteInstructions:
     """A file object from which an unpickler reads only complete instructions of a pickle.
 
-    It reads and checks all bytes of an instruction before it passes them on to the unpickler.
+    Python's unpickler allocates as much memory as an instruction asks for, even if the file is too
+    short. Therefore this object first reads a whole instruction, and checks that it is known, that
+    none of its bytes is missing, and that it asks for no large memo. Only then does it pass the
+    bytes on to the unpickler.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -75,14 +78,15 @@ class _CompleteInstructions:
         self._numbered_instructions = enumerate(pickletools.genops(pickle_file))
 
     def read(self, size: int) -> bytes:
-        """Returns the next bytes of the pickle.
+        """Checks the next instructions of the pickle, and returns their bytes.
 
         Args:
             size: The number of bytes. Fewer bytes are returned at the end of the pickle.
 
         Raises:
-            ValueError: If an instruction is unknown or incomplete, or if it stores an object in the
-                memo at an index that is larger than the number of instructions before it.
+            ValueError: If one of these instructions is unknown or incomplete, or if it stores an
+                object in the memo at an index that is larger than the number of instructions before
+                it.
         """
         returned_blocks: list[bytes] = []
         while size > 0 and self._ensure_checked_bytes():
@@ -145,13 +149,13 @@ class _RecordedStream:
     """
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+        self._pickle_stream = stream
         self.pending_blocks: deque[bytes] = deque()
 
     def read(self, size: int) -> bytes:
-        self.pending_blocks.append(self._stream.read(size))
+        self.pending_blocks.append(self._pickle_stream.read(size))
         return self.pending_blocks[-1]
 
     def readline(self) -> bytes:
-        self.pending_blocks.append(self._stream.readline())
+        self.pending_blocks.append(self._pickle_stream.readline())
         return self.pending_blocks[-1]

@@ -110,7 +110,8 @@ class Codes:
         values_start = RECORD_IDS + num_record_features
         active_feature_counts_of_tokens = records[:, 0].astype(np.int64)
         records_as_float32 = records.view(np.float32)
-        # Mask (tokens, K) of the places in records that contain an active feature.
+        # Mask (tokens, num_record_features) of the slots in the tokens' records that contain an
+        # active feature. The last slots of a record are empty if the token has fewer features.
         active_slot_mask = np.arange(num_record_features) < active_feature_counts_of_tokens[:, None]
         return cls(
             indptr=np.cumsum(
@@ -162,7 +163,8 @@ class Codes:
         values_start = RECORD_IDS + record_features
         records = np.zeros((len(feature_counts_of_tokens), record_width(record_features)), np.int32)
         records_as_float32 = records.view(np.float32)
-        # Mask (tokens, K) of the places in records that contain an active feature.
+        # Mask (tokens, num_record_features) of the slots in the tokens' records that contain an
+        # active feature. The last slots of a record are empty if the token has fewer features.
         active_slot_mask = np.arange(record_features) < feature_counts_of_tokens[:, None]
         records[:, 0] = feature_counts_of_tokens
         records_as_float32[:, 1] = self.error
@@ -186,9 +188,9 @@ class Codes:
         indptr = np.cumsum([0, *feature_counts_of_tokens], dtype=np.int64)
         # The number that is added to an index in the new `indices` and `data` to get the index in
         # the present arrays. It is the same for all entries of a token, which are consecutive.
-        entry_shift_of_token = self.indptr[:-1][tokens] - indptr[:-1]
+        entry_shifts_of_tokens = self.indptr[:-1][tokens] - indptr[:-1]
         entry_indices = np.arange(indptr[-1]) + np.repeat(
-            entry_shift_of_token, feature_counts_of_tokens
+            entry_shifts_of_tokens, feature_counts_of_tokens
         )
         return Codes(
             indptr=indptr,

@@ -29,13 +29,13 @@ class _FileNames(NamedTuple):
         limit_file: Name of the file with the limit in bytes. Without a limit, the file contains
             "max" in version 2, and a number near 2**63 in version 1.
         usage_file: Name of the file with the bytes that the group uses, including its file cache.
-        reclaimable_field_name: Name of the field with the bytes of the file cache that the kernel
+        file_cache_field_name: Name of the field with the bytes of the file cache that the kernel
             reclaims first.
     """
 
     limit_file: str
     usage_file: str
-    reclaimable_field_name: str
+    file_cache_field_name: str
 
 
 # File system type of a mounted hierarchy of control groups, "cgroup2" or "cgroup" -> names of the
@@ -122,7 +122,7 @@ def _limited_control_groups() -> Iterator[_LimitedControlGroup]:
                 stat_lines = _kernel_file(searched_folder / "memory.stat").splitlines()
                 digits_by_stat_field = dict(stat_line.split()[:2] for stat_line in stat_lines)
                 reclaimable_bytes = int(
-                    digits_by_stat_field.get(memory_file_names.reclaimable_field_name, 0)
+                    digits_by_stat_field.get(memory_file_names.file_cache_field_name, 0)
                 )
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedControlGroup(int(limit_text), used_bytes)
@@ -141,17 +141,17 @@ def _mounted_control_groups() -> Iterator[_MountedControlGroup]:
     # from the root of the hierarchy.
     cgroup_path_by_file_system_type = {}
     for control_group_line in _kernel_file(GROUPS).splitlines():
-        hierarchy_id, controllers, cgroup_path = control_group_line.split(":", 2)
-        if hierarchy_id == "0" and not controllers:
+        hierarchy_id, comma_separated_controllers, cgroup_path = control_group_line.split(":", 2)
+        if hierarchy_id == "0" and not comma_separated_controllers:
             cgroup_path_by_file_system_type["cgroup2"] = cgroup_path
-        elif "memory" in controllers.split(","):
+        elif "memory" in comma_separated_controllers.split(","):
             cgroup_path_by_file_system_type["cgroup"] = cgroup_path
     for mount_line in _kernel_file(MOUNTS).splitlines():
-        mount_fields, _, file_system_fields = mount_line.partition(" - ")
+        mount_text, _, file_system_text = mount_line.partition(" - ")
         root_of_mount, mount_point = (
-            _unescaped(mount_field) for mount_field in mount_fields.split()[3:5]
+            _unescaped(mount_field) for mount_field in mount_text.split()[3:5]
         )
-        file_system_type, _, mount_options = file_system_fields.split(maxsplit=2)
+        file_system_type, _, mount_options = file_system_text.split(maxsplit=2)
         if file_system_type not in cgroup_path_by_file_system_type:
             continue
         if file_system_type == "cgroup" and "memory" not in mount_options.split(","):

@@ -141,11 +141,11 @@ def parse_positions(typed: str) -> Positions:
         if token_count < 1:
             raise FlagValueError(f"{typed}: keeps no token; give at least 1")
         return Positions(start=first_position or None, num_random_positions=token_count, seed=seed)
-    if probability_rule_match := RANDOM_FRACTION.fullmatch(typed):
-        probability = float(probability_rule_match[1])
+    if random_fraction_match := RANDOM_FRACTION.fullmatch(typed):
+        probability = float(random_fraction_match[1])
         if not 0 < probability < 1:
             raise FlagValueError(f"{typed}: the share is not between 0 and 1")
-        return Positions(probability=probability, seed=int(probability_rule_match[2] or 0))
+        return Positions(probability=probability, seed=int(random_fraction_match[2] or 0))
     if slice_rule_match := SLICE.fullmatch(typed):
         first_position = int(slice_rule_match[1] or 0)
         stop_position = None if slice_rule_match[2] is None else int(slice_rule_match[2])

@@ -40,13 +40,16 @@ def hub_requests(requested: str) -> Iterator[None]:
     has_warned_of_retry = False
 
     def is_not_retry(record: logging.LogRecord) -> bool:
-        """Returns whether a library's message is about something else than a retry.
+        """Decides whether a library's message is logged, as a filter of the library's logger.
 
-        Messages about retries are not logged. The first of them is replaced by a warning that the
-        hub is not answering.
+        When the first message about a retry comes, this function logs a warning that the hub is not
+        answering.
 
         Args:
             record: The message.
+
+        Returns:
+            False for a message about a retry, so that the message is not logged; otherwise True.
         """
         nonlocal has_warned_of_retry
         retry_match = RETRY_LINE.search(record.getMessage())
@@ -83,15 +86,15 @@ def hub_unreachable(endpoint: str) -> OSError | None:
         no network. None if the hub may answer. If the environment names a proxy, the result is
         always None, because only the proxy can tell.
     """
-    hub_url = urlsplit(endpoint)
+    parsed_hub_url = urlsplit(endpoint)
     proxy_url_by_scheme = getproxies()
-    if proxy_url_by_scheme.get(hub_url.scheme) or proxy_url_by_scheme.get("all"):
+    if proxy_url_by_scheme.get(parsed_hub_url.scheme) or proxy_url_by_scheme.get("all"):
         return None
-    hub_port = hub_url.port or (80 if hub_url.scheme == "http" else 443)
+    hub_port = parsed_hub_url.port or (80 if parsed_hub_url.scheme == "http" else 443)
     # There are three attempts, because a failure may be momentary.
     for wait_seconds in (1, 1, 0):
         try:
-            socket.create_connection((hub_url.hostname or "", hub_port), timeout=5).close()
+            socket.create_connection((parsed_hub_url.hostname or "", hub_port), timeout=5).close()
             return None
         except OSError as error:
             if not isinstance(error, socket.gaierror) and error.errno not in UNREACHABLE:

@@ -121,13 +121,13 @@ def read_header(
         InputError: If the file is not valid and `error_type` is InputError.
         RunError: If the file is not valid and `error_type` is RunError.
     """
-    beginning_of_incomplete_file_message = (
+    incomplete_file_message_start = (
         f"{file_name}: not a complete safetensors file: has {size:,} bytes, its header"
     )
     first_bytes = read(0, min(FIRST_BYTES, size))
     header_length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if not 0 < header_length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise error_type(f"{beginning_of_incomplete_file_message} would have {header_length:,}")
+        raise error_type(f"{incomplete_file_message_start} would have {header_length:,}")
     header_end = LENGTH_BYTES + header_length
     header_json = first_bytes[LENGTH_BYTES:header_end]
     if header_end > len(first_bytes):
@@ -138,22 +138,20 @@ def read_header(
         if not isinstance(metadata, dict):
             raise ValueError(f"{METADATA_KEY} is {metadata!r:.40}")
         tensor_by_name = {}
-        for tensor_name, tensor_fields in header_entry_by_key.items():
-            if tensor_fields["dtype"] not in DTYPES:
+        for tensor_name, header_entry in header_entry_by_key.items():
+            if header_entry["dtype"] not in DTYPES:
                 raise error_type(
-                    f"{file_name}: tensor {tensor_name} is {tensor_fields['dtype']}, which is not "
+                    f"{file_name}: tensor {tensor_name} is {header_entry['dtype']}, which is not "
                     "read"
                 )
-            tensor_by_name[tensor_name] = _parse_tensor(tensor_fields, header_end)
+            tensor_by_name[tensor_name] = _parse_tensor(header_entry, header_end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise error_type(f"{file_name}: not a safetensors file: {error!r}") from error
     expected_file_bytes = max(
         (tensor.end for tensor in tensor_by_name.values()), default=header_end
     )
     if expected_file_bytes != size:
-        raise error_type(
-            f"{beginning_of_incomplete_file_message} describes {expected_file_bytes:,}"
-        )
+        raise error_type(f"{incomplete_file_message_start} describes {expected_file_bytes:,}")
     return Header(tensor_by_name, metadata, header_end)
 
 

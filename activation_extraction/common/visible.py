@@ -57,19 +57,24 @@ def _stripped_url(url: re.Match[str]) -> str:
     user_and_password = url["user"]
     url_query = url["query"] or ""
     if user_and_password is None or ":" in user_and_password or url_scheme not in NAMES_BEFORE_AT:
-        user_name_and_at_sign = ""
+        container_and_at_sign = ""
     else:
-        user_name_and_at_sign = f"{user_and_password}@"
+        container_and_at_sign = f"{user_and_password}@"
     if url_scheme in ("http", "https") or "=" in url_query:
         url_query = ""
-    return f"{url_scheme}://{user_name_and_at_sign}{url['path']}{url_query}"
+    return f"{url_scheme}://{container_and_at_sign}{url['path']}{url_query}"
 
 
 def visible(text: object) -> str:
-    r"""Returns the text as one line without secrets, with unprintable characters as escapes.
+    r"""Returns a text as one line that can be printed safely.
 
-    For example, the escape character becomes `\x1b`, and the character that reverses the writing
-    direction becomes `\u202e`. Letters of all scripts are printable.
+    The secrets in URLs, such as passwords, are removed (see `without_secrets`). Unprintable
+    characters are replaced by escapes: for example, the escape character becomes `\x1b`, and the
+    character that reverses the writing direction becomes `\u202e`. Letters of all scripts are
+    printable.
+
+    Args:
+        text: The text, or an object whose text `str` returns.
     """
     return "".join(map(_escaped, without_secrets(str(text))))
 
@@ -104,13 +109,13 @@ def make_streams_safe() -> None:
         if output_stream is None:
             setattr(sys, stream_name, open(os.devnull, "w"))
             continue
-        safe_stream = io.TextIOWrapper(
+        stream_without_errors = io.TextIOWrapper(
             io.BufferedWriter(_SafeFile(output_stream.fileno(), "w", closefd=False)),
             output_stream.encoding,
             "backslashreplace",
             line_buffering=output_stream.line_buffering or output_stream.write_through,
         )
-        setattr(sys, stream_name, safe_stream)
+        setattr(sys, stream_name, stream_without_errors)
 
 
 class _SafeFile(io.FileIO):
