@@ -202,7 +202,9 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
                 num_waiting_bytes / 1e9,
             )
         with device_errors():
-            finish(run, clock, lockstep_of_hosts.reaches_end_of_data, lockstep_of_hosts.failure)
+            finish(
+                run, clock, lockstep_of_hosts.reaches_end_of_data, lockstep_of_hosts.error_to_raise
+            )
         return lockstep_of_hosts.reaches_end_of_data, get_stop_signal()
 
 
@@ -300,7 +302,7 @@ def take_steps(
 
     Returns:
         The `Lockstep` that has yielded the batches. Its attributes `reaches_end_of_data` and
-        `failure` tell how the loop has ended.
+        `error_to_raise` tell how the loop has ended.
     """
     batches_until_stop = run.batches.until(get_stop_signal)
     lockstep_of_hosts = Lockstep(
@@ -461,7 +463,7 @@ def recompute_some(config: Config) -> int:
     return look(
         config,
         partial(load_for_recomputing, config),
-        load_states=partial(load_for_hidden_states, config),
+        load_states_recomputer=partial(load_for_hidden_states, config),
     )
 
 

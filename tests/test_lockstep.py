@@ -66,7 +66,7 @@ def test_all_hosts_take_as_many_steps_as_the_longest_needs(counts):
     for count, (fed, stored, steps) in zip(counts, play(counts), strict=True):
         assert fed == [*range(count), *[None] * (max(counts) - count)]
         assert stored == list(range(count))
-        assert steps.reaches_end_of_data and steps.failure is None
+        assert steps.reaches_end_of_data and steps.error_to_raise is None
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -86,9 +86,9 @@ def test_a_failure_on_one_host_ends_all_at_the_same_step(fault, at):
     assert len(bad_fed) == len(fed)
     assert bad_stored == list(range(at))  # nothing after a gap, everything before it
     assert stored == list(range(len(fed)))
-    assert "cannot be" in str(bad.failure)
+    assert "cannot be" in str(bad.error_to_raise)
     if len(fed) < 8:
-        assert "another host failed" in str(good.failure)
+        assert "another host failed" in str(good.error_to_raise)
     else:  # the failure came too late to stop anyone
         assert at >= 4
 
@@ -98,5 +98,5 @@ def test_a_signal_on_one_host_stops_all_at_the_same_step(at):
     hosts = play((20, 20), "signal", at)
     assert len({len(fed) for fed, _, _ in hosts}) == 1 and len(hosts[0][0]) <= at + 3
     for fed, stored, steps in hosts:
-        assert not steps.reaches_end_of_data and steps.failure is None
+        assert not steps.reaches_end_of_data and steps.error_to_raise is None
         assert stored == [batch for batch in fed if batch is not None]

@@ -24,7 +24,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.compare_states import Limits, match_hooks
 from activation_extraction.inspect.draft_files import quantize_tokens
 from activation_extraction.inspect.hidden_states import StoredRow, find_states_folder
-from activation_extraction.inspect.verify_states import RowCheck, verify_hidden_states
+from activation_extraction.inspect.verify_states import RowComparison, verify_hidden_states
 from activation_extraction.run.recompute_states import load_for_hidden_states
 
 DEPTH, WIDTH, VOCABULARY = 8, 64, 211
@@ -384,10 +384,10 @@ def test_a_layer_that_differs_less_than_rounding_allows_is_still_named():
     early = generator.normal(size=(30, WIDTH)).astype(np.float32)
     late = (early * 1.02).astype(np.float32)
     row = StoredRow(np.arange(30), [early.astype(ml_dtypes.bfloat16)])
-    check = RowCheck(0, row, Limits.of(row.dtype, "float32", has_experts=False))
+    check = RowComparison(0, row, Limits.of(row.dtype, "float32", has_experts=False))
     computed = {"early": early, "late": late}
-    check.matches_of_layers.append(match_hooks(row, 0, computed, check.limits))
-    assert check.matches_of_layers[0]["late", 0].within(check.limits)
+    check.matches_of_layers.append(match_hooks(row, 0, computed, check.error_limits))
+    assert check.matches_of_layers[0]["late", 0].within(check.error_limits)
     assert check.is_right(0, "early") and not check.is_right(0, "late")
 
 
@@ -397,9 +397,12 @@ def test_one_wrong_token_of_many_is_found_in_bfloat16():
     stored = computed.astype(ml_dtypes.bfloat16)
     stored[2000] = stored[2001]
     row = StoredRow(np.arange(3000), [stored])
-    check = RowCheck(0, row, Limits.of(row.dtype, "bfloat16", has_experts=False))
-    check.matches_of_layers.append(match_hooks(row, 0, {"hook": computed}, check.limits))
-    assert check.matches_of_layers[0]["hook", 0].rms_token_error < check.limits.max_rms_token_error
+    check = RowComparison(0, row, Limits.of(row.dtype, "bfloat16", has_experts=False))
+    check.matches_of_layers.append(match_hooks(row, 0, {"hook": computed}, check.error_limits))
+    assert (
+        check.matches_of_layers[0]["hook", 0].rms_token_error
+        < check.error_limits.max_rms_token_error
+    )
     assert not check.is_right(0, "hook")
 
 

@@ -15,7 +15,7 @@ from activation_extraction.inspect.hidden_states import StatesFolder, find_state
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import verify
-from activation_extraction.inspect.verify_states import LoadStates, verify_hidden_states
+from activation_extraction.inspect.verify_states import StatesRecomputerLoader, verify_hidden_states
 from activation_extraction.store.chosen_samples import Recomputer
 from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError, local_path
 from activation_extraction.store.run_folders import host_folders
@@ -30,7 +30,7 @@ def look(
     config: Config,
     load_model: Callable[[dict[str, Any]], Recomputer] | None = None,
     load_text: LoadText | None = None,
-    load_states: LoadStates | None = None,
+    load_states_recomputer: StatesRecomputerLoader | None = None,
 ) -> int:
     """Carries out --status, --report, --export or --verify on a stored run.
 
@@ -40,9 +40,9 @@ def look(
             --verify, and returns a `Recomputer`. None to recompute no samples.
         load_text: A function that takes the content of metadata.json, loads the text for --export,
             and returns a `TextFunctions`. None if the flag needs no text.
-        load_states: A function that takes token ids and a width, prepares the model for hidden
-            states of another program, and returns a `StatesRecomputer`. None if the flags name no
-            model.
+        load_states_recomputer: A function that takes token ids and a width, prepares the model for
+            hidden states of another program, and returns a `StatesRecomputer`. None if the flags
+            name no model.
 
     Returns:
         The exit status: 1 if --status or --verify found a problem, otherwise 0.
@@ -76,7 +76,7 @@ def look(
         states_folder = _states_of_another_program(output_root)
         if states_folder is not None:
             return verify_hidden_states(
-                states_folder, load_states, inspection_options.verify_samples
+                states_folder, load_states_recomputer, inspection_options.verify_samples
             )
         return verify(output_root, load_model, inspection_options.verify_samples)
     except FolderError as error:

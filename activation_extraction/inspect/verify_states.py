@@ -16,8 +16,8 @@ printed about this layer shows the mistake, because it names the wrong hook. The
 layer always follows from the program that wrote the folder, which is speculators or SpecForge.
 
 A layer of a file is wrong if it does not contain the state of each token of the row's sample at the
-expected hook, apart from differences that rounding explains (`RowCheck.is_right`). Each wrong layer
-is described. For this, the layer is compared with the states of the row's sample at all hooks
+expected hook, apart from differences that rounding explains (`RowComparison.is_right`). Each wrong
+layer is described. For this, the layer is compared with the states of the row's sample at all hooks
 first, and then with the states of other samples: the samples of the rows before and after this row,
 and of the other chosen rows.
 """
@@ -49,9 +49,10 @@ from activation_extraction.inspect.draft_files import (
 from activation_extraction.inspect.hidden_states import StatesFolder, StoredRow
 from activation_extraction.store.chosen_samples import StatesRecomputer
 
-# A function that loads the model. Its arguments are the token ids of all samples that may be
-# computed, (tokens,) each, and the width of the stored states.
-LoadStates = Callable[[Sequence[np.ndarray], int], StatesRecomputer]
+# A function that loads the model, and returns the object that recomputes hidden states with it. Its
+# arguments are the token ids of all samples that may be computed, (tokens,) each, and the width of
+# the stored states.
+StatesRecomputerLoader = Callable[[Sequence[np.ndarray], int], StatesRecomputer]
 # How well the states in one layer of a file match computed states. A mapping:
 # (name of a hook, token offset) -> match with the computed states at this hook and offset (see
 # `HookMatch.token_offset_from_state`).
@@ -62,19 +63,21 @@ class ExpectedHook(NamedTuple):
     """The hook whose states a layer of the files should contain.
 
     Attributes:
-        name: Name of the hook.
-        is_certain: Whether a flag or the program that wrote the files determines the hook, or the
-            states of at least one row match the hook, apart from differences that rounding
-            explains. If False, the states of no row match any hook, and `name` is only the hook to
-            which the states are nearest in the largest number of rows.
+        name: Name of the hook. If the hook could not be determined, this is a guess: the hook to
+            whose computed states the stored states of the layer are nearest in the largest number
+            of rows.
+        is_hook_determined: Whether the hook could be determined. A flag or the program that wrote
+            the files may determine it. Otherwise it is determined if the stored states of the layer
+            match the computed states at a hook in at least one row, apart from differences that
+            rounding explains.
     """
 
     name: str
-    is_certain: bool = True
+    is_hook_determined: bool = True
 
 
 @dataclass
-class RowCheck:
+class RowComparison:
     """The result of comparing the hidden states in one file with the states of the model.
 
     Another program has stored the file for one row of its data set. The file contains the token ids
@@ -83,7 +86,7 @@ class RowCheck:
     Attributes:
         row_number: Number of the row in the other program's data set.
         row: Content of the file.
-        limits: Largest differences that rounding explains.
+        error_limits: Largest differences that rounding explains.
         matches_of_layers: For each layer of the file, how well its hidden states match the states
             that the model computes for the sample. A dict: (name of a hook, token offset) -> match.
             The token offset is the number that is added to the index of a stored state to get the
@@ -92,43 +95,45 @@ class RowCheck:
 
     row_number: int
     row: StoredRow
-    limits: Limits
+    error_limits: Limits
     matches_of_layers: list[MatchByHookAndOffset] = field(default_factory=list)
 
-    def best(self, layer: int) -> HookMatch:
+    def best(self, layer_index: int) -> HookMatch:
         """Returns the match with the smallest error for a layer of the file.
 
         The match names the hook and the token offset at which the computed states are nearest to
         the stored states (see `HookMatch`).
 
         Args:
-            layer: Index of the layer in the file, from 0.
+            layer_index: Index of the layer in the file, from 0.
         """
-        return min(self.matches_of_layers[layer].values())
+        return min(self.matches_of_layers[layer_index].values())
 
-    def is_right(self, layer: int, hook: str) -> bool:
+    def is_right(self, layer_index: int, hook: str) -> bool:
         """Returns whether a layer of the file contains the states of the row's sample at a hook.
 
         Args:
-            layer: Index of the layer in the file, from 0.
+            layer_index: Index of the layer in the file, from 0.
             hook: Name of the hook.
         """
-        if len(self.row.states_of_layers[layer]) != len(self.row.token_ids):
+        if len(self.row.states_of_layers[layer_index]) != len(self.row.token_ids):
             return False
         token_offset_from_state = 0
-        expected_match = self.matches_of_layers[layer][hook, token_offset_from_state]
-        nearest_error = min(
+        match_at_hook = self.matches_of_layers[layer_index][hook, token_offset_from_state]
+        smallest_rms_token_error = min(
             hook_match.rms_token_error
-            for hook_match in self.matches_of_layers[layer].values()
+            for hook_match in self.matches_of_layers[layer_index].values()
             if hook_match.token_offset_from_state == token_offset_from_state
         )
         return (
-            expected_match.within(self.limits)
-            and expected_match.rms_token_error <= MIN_ERROR_RATIO * nearest_error
+            match_at_hook.within(self.error_limits)
+            and match_at_hook.rms_token_error <= MIN_ERROR_RATIO * smallest_rms_token_error
         )
 
 
-def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, count: int) -> int:
+def verify_hidden_states(
+    folder: StatesFolder, load_model: StatesRecomputerLoader | None, count: int
+) -> int:
     """Compares random rows of another program's hidden states with the model, and prints problems.
 
     Args:
@@ -160,42 +165,50 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         raise InputError(
             f"{folder.path}: none of {counted(len(chosen_row_numbers), 'chosen file')} can be used"
         )
-    first_row_read = next(iter(row_by_number.values()))
-    layer_count = len(first_row_read.states_of_layers)
-    token_ids_by_row = _neighbours(folder, row_by_number) | {
+    first_read_row = next(iter(row_by_number.values()))
+    layer_count = len(first_read_row.states_of_layers)
+    token_ids_by_row_number = _neighbours(folder, row_by_number) | {
         row_number: row.token_ids for row_number, row in row_by_number.items()
     }
-    states_recomputer = load_model([*token_ids_by_row.values()], first_row_read.width)
+    states_recomputer = load_model([*token_ids_by_row_number.values()], first_read_row.width)
     expected_hooks = _requested_hooks(folder, states_recomputer, layer_count)
-    row_checks = _match_rows(row_by_number, states_recomputer)
+    row_comparisons = _compare_rows(row_by_number, states_recomputer)
     if expected_hooks is None:
-        expected_hooks = [_nearest_hook(row_checks, layer) for layer in range(layer_count - 1)]
+        expected_hooks = [
+            _nearest_hook(row_comparisons, layer_index) for layer_index in range(layer_count - 1)
+        ]
         expected_hooks.append(ExpectedHook(folder.last_hook(states_recomputer.num_layers)))
     report_lines = [
-        _line_of_layer(layer, expected_hooks[layer], row_checks) for layer in range(layer_count)
+        _line_of_layer(layer_index, expected_hooks[layer_index], row_comparisons)
+        for layer_index in range(layer_count)
     ]
     order_problem_message = (
         "" if states_recomputer.requested_hooks is not None else _order_problem(expected_hooks)
     )
     if order_problem_message:
         report_lines.append(order_problem_message)
-    numbers_of_wrong_rows = set(chosen_row_numbers) - row_by_number.keys()
+    numbers_of_left_out_rows = set(chosen_row_numbers) - row_by_number.keys()
+    numbers_of_wrong_rows = set(numbers_of_left_out_rows)  # rows that are left out count as wrong
     report_lines += messages_about_left_out_rows
     for row_number_with_wrong_ids, id_problem_message in _wrong_ids(folder, row_by_number):
         numbers_of_wrong_rows.add(row_number_with_wrong_ids)
         report_lines.append(id_problem_message)
-    for row_check in tqdm(
-        row_checks, "describing wrong rows", leave=False, unit=" rows", disable=None
+    for row_comparison in tqdm(
+        row_comparisons, "describing wrong rows", leave=False, unit=" rows", disable=None
     ):
-        wrong_layers = [
-            layer
-            for layer, expected_hook in enumerate(expected_hooks)
-            if not row_check.is_right(layer, expected_hook.name)
+        wrong_layer_indices = [
+            layer_index
+            for layer_index, expected_hook in enumerate(expected_hooks)
+            if not row_comparison.is_right(layer_index, expected_hook.name)
         ]
-        if wrong_layers:
-            numbers_of_wrong_rows.add(row_check.row_number)
+        if wrong_layer_indices:
+            numbers_of_wrong_rows.add(row_comparison.row_number)
             report_lines += _describe(
-                row_check, wrong_layers, expected_hooks, states_recomputer, token_ids_by_row
+                row_comparison,
+                wrong_layer_indices,
+                expected_hooks,
+                states_recomputer,
+                token_ids_by_row_number,
             )
     notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_recomputer, expected_hooks)]
     has_any_problem = bool(numbers_of_wrong_rows or order_problem_message)
@@ -263,7 +276,7 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
         The token ids of each neighbouring row, int64 (tokens,), by its number. Neighbours that do
         not exist, that cannot be read or that are in `row_numbers` are left out.
     """
-    token_ids_by_neighbour_row = {}
+    token_ids_by_neighbour_row_number = {}
     for row_number in row_numbers:
         for neighbour_row_number in (row_number - 1, row_number + 1):
             if (
@@ -271,17 +284,19 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
                 and neighbour_row_number not in row_numbers
             ):
                 try:
-                    token_ids_by_neighbour_row[neighbour_row_number] = folder.read(
+                    token_ids_by_neighbour_row_number[neighbour_row_number] = folder.read(
                         neighbour_row_number
                     ).token_ids
                 except RunError:
-                    # Neighbours only serve to explain wrong states, so an unreadable one is left
-                    # out.
+                    # The token ids of a neighbouring row only help to explain wrong states of a
+                    # row to verify, so a neighbouring row that cannot be read is left out.
                     continue
-    return token_ids_by_neighbour_row
+    return token_ids_by_neighbour_row_number
 
 
-def _match_rows(row_by_number: Mapping[int, StoredRow], model: StatesRecomputer) -> list[RowCheck]:
+def _compare_rows(
+    row_by_number: Mapping[int, StoredRow], model: StatesRecomputer
+) -> list[RowComparison]:
     """Compares the hidden states in files with recomputed states, and shows a progress bar.
 
     Another program has stored a file for each row of its data set.
@@ -296,7 +311,7 @@ def _match_rows(row_by_number: Mapping[int, StoredRow], model: StatesRecomputer)
     from tqdm import tqdm
 
     row_numbers = [*row_by_number]
-    check_by_row_number: dict[int, RowCheck] = {}
+    comparison_by_row_number: dict[int, RowComparison] = {}
     states_of_rows = model.compute_states(
         [row_by_number[row_number].token_ids for row_number in row_numbers]
     )
@@ -304,17 +319,17 @@ def _match_rows(row_by_number: Mapping[int, StoredRow], model: StatesRecomputer)
         states_of_rows, "verifying", len(row_numbers), leave=False, unit=" rows", disable=None
     ):
         stored_row = row_by_number[row_numbers[row_index]]
-        row_check = RowCheck(
+        row_comparison = RowComparison(
             row_numbers[row_index],
             stored_row,
             Limits.of(stored_row.dtype, model.dtype, model.has_experts),
         )
-        for layer in range(len(stored_row.states_of_layers)):
-            row_check.matches_of_layers.append(
-                match_hooks(stored_row, layer, states_by_hook, row_check.limits)
+        for layer_index in range(len(stored_row.states_of_layers)):
+            row_comparison.matches_of_layers.append(
+                match_hooks(stored_row, layer_index, states_by_hook, row_comparison.error_limits)
             )
-        check_by_row_number[row_check.row_number] = row_check
-    return [check_by_row_number[row_number] for row_number in row_numbers]
+        comparison_by_row_number[row_comparison.row_number] = row_comparison
+    return [comparison_by_row_number[row_number] for row_number in row_numbers]
 
 
 def _requested_hooks(
@@ -380,70 +395,77 @@ def _canonical(hook: str) -> str:
     return hook
 
 
-def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
+def _nearest_hook(row_comparisons: Sequence[RowComparison], layer_index: int) -> ExpectedHook:
     """Returns the hook whose states are nearest to the stored states of a layer in most files.
 
-    Only files whose states match a hook within the limits are counted, unless there is no such
-    file. If two hooks are nearest in equally many files, the hook with the smallest error in a file
-    is returned.
+    Only files whose states match a hook within the error limits are counted, unless there is no
+    such file. If two hooks are nearest in equally many files, the hook with the smallest error in a
+    file is returned.
 
     Args:
-        checks: Results of comparing each file with the states of the model.
-        layer: Index of the layer in the files, from 0.
+        row_comparisons: Results of comparing each file with the states of the model.
+        layer_index: Index of the layer in the files, from 0.
 
     Returns:
-        The hook. Its `is_certain` is False if there is no file whose states match a hook.
+        The hook. Its `is_hook_determined` is False if there is no file whose states match a hook.
     """
-    best_matches = sorted(row_check.best(layer) for row_check in checks)
-    rounding_limits = checks[0].limits
+    sorted_best_matches_of_rows = sorted(
+        row_comparison.best(layer_index) for row_comparison in row_comparisons
+    )
+    error_limits = row_comparisons[0].error_limits
     matches_within_limits = [
-        hook_match for hook_match in best_matches if hook_match.within(rounding_limits)
+        hook_match for hook_match in sorted_best_matches_of_rows if hook_match.within(error_limits)
     ]
     row_count_by_hook = Counter(
-        hook_match.hook_name for hook_match in matches_within_limits or best_matches
+        hook_match.hook_name for hook_match in matches_within_limits or sorted_best_matches_of_rows
     )
     return ExpectedHook(row_count_by_hook.most_common(1)[0][0], bool(matches_within_limits))
 
 
-def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
+def _line_of_layer(
+    layer_index: int, hook: ExpectedHook, row_comparisons: Sequence[RowComparison]
+) -> str:
     """Returns the line that --verify prints about one layer of the files of hidden states.
 
     The line names the hook, the number of rows whose files contain the states at this hook in this
     layer, and the largest error of these rows. If the hook of the layer could not be determined
-    (`hook.is_certain` is False), the line says that no row matches a hook, and names no hook.
+    (`hook.is_hook_determined` is False), the line says that no row matches a hook, and names no
+    hook.
 
     Args:
-        layer: Index of the layer in each file, from 0.
+        layer_index: Index of the layer in each file, from 0.
         hook: Hook whose states the layer should contain, if it could be determined.
-        checks: Results of comparing each file with the states of the model.
+        row_comparisons: Results of comparing each file with the states of the model.
     """
-    layer_phrase = f"layer {layer + 1} of {len(checks[0].row.states_of_layers)}"
-    if not hook.is_certain:
+    layer_phrase = f"layer {layer_index + 1} of {len(row_comparisons[0].row.states_of_layers)}"
+    if not hook.is_hook_determined:
         return f"{layer_phrase}: no row matches a hook"
-    # One match for each file whose layer contains the states that the model computes at `hook`.
+    # For each file in which the layer contains the states that the model computes at `hook`, the
+    # match of these stored states with the computed states.
     matches_of_correct_files: list[HookMatch] = []
-    for row_check in checks:
-        if row_check.is_right(layer, hook.name):
-            matches_of_correct_files.append(row_check.matches_of_layers[layer][hook.name, 0])
+    for row_comparison in row_comparisons:
+        if row_comparison.is_right(layer_index, hook.name):
+            matches_of_correct_files.append(
+                row_comparison.matches_of_layers[layer_index][hook.name, 0]
+            )
     correct_rows_phrase = (
-        f"right in {len(matches_of_correct_files)} of {counted(len(checks), 'row')}"
+        f"right in {len(matches_of_correct_files)} of {counted(len(row_comparisons), 'row')}"
     )
     if not matches_of_correct_files:
         return f"{layer_phrase}: {hook.name}, {correct_rows_phrase}"
     largest_error_phrase = _percent(
         max(hook_match.rms_token_error for hook_match in matches_of_correct_files)
     )
-    at_most_words = "" if largest_error_phrase.startswith("below") else "at most "
-    num_tokens_with_other_experts = sum(
+    at_most_prefix = "" if largest_error_phrase.startswith("below") else "at most "
+    num_left_out_tokens = sum(
         hook_match.num_tokens_with_other_experts for hook_match in matches_of_correct_files
     )
     omission_phrase = ""
-    if num_tokens_with_other_experts:
+    if num_left_out_tokens:
         omission_phrase = (
-            f" (without {counted(num_tokens_with_other_experts, 'token')} that may have other "
-            "experts)"
+            f" (without {counted(num_left_out_tokens, 'token')} that may have other experts)"
         )
-    error_phrase = f"error {at_most_words}{largest_error_phrase}{omission_phrase}"
+    error_phrase = f"error {at_most_prefix}{largest_error_phrase}{omission_phrase}"
     return f"{layer_phrase}: {hook.name}, {correct_rows_phrase}, {error_phrase}"
 
 
@@ -455,17 +477,17 @@ def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
 
     Args:
         hooks: The hooks whose states the files contain, in the order in which each file stores
-            them. Hooks that are only a guess (`is_certain` is False) are ignored.
+            them. Hooks that are only a guess (`is_hook_determined` is False) are ignored.
 
     Returns:
         The message, which lists the names of the hooks in the order of the files. An empty string
         if the order is right.
     """
-    certain_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_certain]
-    order_keys = [_order_key(hook_name) for hook_name in certain_hook_names]
+    determined_hook_names = [hook.name for hook in hooks if hook.is_hook_determined]
+    order_keys = [_order_key(hook_name) for hook_name in determined_hook_names]
     if order_keys == sorted(set(order_keys)):
         return ""
-    return f"the layers are not in ascending order: {', '.join(certain_hook_names)}"
+    return f"the layers are not in ascending order: {', '.join(determined_hook_names)}"
 
 
 def _order_key(hook: str) -> float:
@@ -541,74 +563,86 @@ def _notes_on_hooks(
     ]
     if (
         len(hooks) == len(default_block_numbers) + 1
-        and [expected_hook.name for expected_hook in hooks[:-1]] != default_hook_names
+        and [assumed_hook.name for assumed_hook in hooks[:-1]] != default_hook_names
     ):
-        layer_numbers_phrase = ", ".join(
+        block_numbers_phrase = ", ".join(
             str(block_number_from_0 + folder.first_block_number)
             for block_number_from_0 in default_block_numbers
         )
         hook_names_phrase = ", ".join(default_hook_names)
         yield (
             f"by default, {folder.program_name} stores {hook_names_phrase} "
-            f"(its layers {layer_numbers_phrase})"
+            f"(its layers {block_numbers_phrase})"
         )
 
 
 def _describe(
-    check: RowCheck,
-    wrong_layers: Sequence[int],
+    row_comparison: RowComparison,
+    wrong_layer_indices: Sequence[int],
     hooks: Sequence[ExpectedHook],
     model: StatesRecomputer,
-    samples: Mapping[int, np.ndarray],
+    token_ids_by_row_number: Mapping[int, np.ndarray],
 ) -> list[str]:
     """Returns a message about each wrong layer of a file.
 
     Args:
-        check: Comparison of the file with the states of its row's sample.
-        wrong_layers: Indices, in the file, of the layers that do not contain the states of the
-            row's sample at the hooks in `hooks`.
+        row_comparison: Comparison of the file with the states of its row's sample.
+        wrong_layer_indices: Indices, in the file, of the layers that do not contain the states of
+            the row's sample at the hooks in `hooks`.
         hooks: For each layer of the file, the hook whose states it should contain.
         model: Model that computes the states of other samples.
-        samples: Token ids of the samples to which wrong states may belong, int64 (tokens,) each, by
-            the number of the row.
+        token_ids_by_row_number: Token ids of the samples to which wrong states may belong, int64
+            (tokens,) each, by the number of the row.
     """
-    description_by_layer = {
-        layer_index: _describe_by_same_sample(check, layer_index, hooks[layer_index], model)
-        for layer_index in wrong_layers
+    description_by_layer_index = {
+        layer_index: _describe_by_same_sample(
+            row_comparison, layer_index, hooks[layer_index], model
+        )
+        for layer_index in wrong_layer_indices
     }
-    unexplained_layers = [
-        layer_index for layer_index in wrong_layers if description_by_layer[layer_index] is None
+    unexplained_layer_indices = [
+        layer_index
+        for layer_index in wrong_layer_indices
+        if description_by_layer_index[layer_index] is None
     ]
-    alignments_by_layer: dict[int, list[Alignment]] = {
-        layer_index: [] for layer_index in unexplained_layers
+    alignments_by_layer_index: dict[int, list[Alignment]] = {
+        layer_index: [] for layer_index in unexplained_layer_indices
     }
-    if unexplained_layers:
-        row_numbers = [*samples]
+    if unexplained_layer_indices:
+        row_numbers = [*token_ids_by_row_number]
         for sample_index, states_by_hook in model.compute_states(
-            [samples[row_number] for row_number in row_numbers]
+            [token_ids_by_row_number[row_number] for row_number in row_numbers]
         ):
-            for layer_index in unexplained_layers:
+            for layer_index in unexplained_layer_indices:
                 for hook_name in _hooks_to_align(hooks[layer_index], states_by_hook):
-                    alignments_by_layer[layer_index] += align(
-                        check.row,
+                    alignments_by_layer_index[layer_index] += align(
+                        row_comparison.row,
                         layer_index,
                         row_numbers[sample_index],
                         hook_name,
                         states_by_hook[hook_name],
-                        check.limits,
+                        row_comparison.error_limits,
                     )
     layer_messages = []
-    for layer_index in wrong_layers:
-        layer_description = description_by_layer[layer_index]
+    for layer_index in wrong_layer_indices:
+        layer_description = description_by_layer_index[layer_index]
         if layer_description is None:
             layer_description = _describe_parts(
-                check, layer_index, hooks[layer_index], alignments_by_layer[layer_index], model
+                row_comparison,
+                layer_index,
+                hooks[layer_index],
+                alignments_by_layer_index[layer_index],
+                model,
             )
         expectation_phrase = (
-            f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_certain else ""
+            f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_hook_determined else ""
         )
-        layer_phrase = f"row {check.row_number}, layer {layer_index + 1} of {len(hooks)}"
-        layer_messages.append(f"{layer_phrase}: {expectation_phrase}found {layer_description}")
+        row_and_layer_phrase = (
+            f"row {row_comparison.row_number}, layer {layer_index + 1} of {len(hooks)}"
+        )
+        layer_messages.append(
+            f"{row_and_layer_phrase}: {expectation_phrase}found {layer_description}"
+        )
     return layer_messages
 
 
@@ -622,19 +656,18 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
         hooks: Names of all hooks, in the order of the computation.
 
     Returns:
-        The expected hook, the hook before it and the hook after it. All hooks if it is not certain
-        that the layer should contain the states at the expected hook (see
-        `ExpectedHook.is_certain`).
+        The expected hook, the hook before it and the hook after it. All hooks if `expected` is only
+        a guess (see `ExpectedHook.is_hook_determined`).
     """
     hook_names = [*hooks]
-    if not expected.is_certain:
+    if not expected.is_hook_determined:
         return hook_names
     index_of_expected_hook = hook_names.index(expected.name)
     return hook_names[max(index_of_expected_hook - 1, 0) : index_of_expected_hook + 2]
 
 
 def _describe_by_same_sample(
-    check: RowCheck, layer: int, hook: ExpectedHook, model: StatesRecomputer
+    row_comparison: RowComparison, layer_index: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str | None:
     """Describes the wrong states in one layer of a file, if no other sample is needed for it.
 
@@ -642,8 +675,8 @@ def _describe_by_same_sample(
     states of the file's own sample, but at another hook or of the next tokens.
 
     Args:
-        check: Comparison of the file with the states of its row's sample.
-        layer: Index of the layer in the file, from 0.
+        row_comparison: Comparison of the file with the states of its row's sample.
+        layer_index: Index of the layer in the file, from 0.
         hook: Hook whose states the layer should contain.
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
@@ -653,8 +686,8 @@ def _describe_by_same_sample(
         states must be compared with other samples before they can be described, for example
         because they match the states of the file's own sample at no hook.
     """
-    stored_states = check.row.states(layer)
-    token_count = len(check.row.token_ids)
+    stored_states = row_comparison.row.states(layer_index)
+    token_count = len(row_comparison.row.token_ids)
     non_finite_state_mask = np.array(~np.isfinite(stored_states).all(axis=1))
     if non_finite_state_mask.any():
         return f"NaN or infinity in {_tokens_phrase(non_finite_state_mask)}"
@@ -664,8 +697,8 @@ def _describe_by_same_sample(
         return (
             f"{counted(len(stored_states), 'state')} of zeros for {counted(token_count, 'token')}"
         )
-    best_match = check.best(layer)
-    if not best_match.within(check.limits) or len(stored_states) > token_count:
+    best_match = row_comparison.best(layer_index)
+    if not best_match.within(row_comparison.error_limits) or len(stored_states) > token_count:
         return None
     if len(stored_states) < token_count:
         counts_phrase = (
@@ -673,15 +706,15 @@ def _describe_by_same_sample(
         )
         if best_match.token_offset_from_state not in (0, token_count - len(stored_states)):
             return None
-        end_of_sample_phrase = "first" if best_match.token_offset_from_state == 0 else "last"
+        first_or_last = "first" if best_match.token_offset_from_state == 0 else "last"
         other_hook_phrase = _other_hook(best_match.hook_name, hook, model)
-        compared_states_phrase = f"those of the {end_of_sample_phrase} {len(stored_states)}"
+        compared_states_phrase = f"those of the {first_or_last} {len(stored_states)}"
         return f"{counts_phrase}: {compared_states_phrase}{other_hook_phrase}"
     if best_match.token_offset_from_state:
-        direction_phrase = "next" if best_match.token_offset_from_state > 0 else "previous"
+        next_or_previous = "next" if best_match.token_offset_from_state > 0 else "previous"
         other_hook_phrase = _other_hook(best_match.hook_name, hook, model)
         return (
-            f"each token with the state of the {direction_phrase} token{other_hook_phrase} "
+            f"each token with the state of the {next_or_previous} token{other_hook_phrase} "
             f"({_error(best_match)})"
         )
     return (
@@ -694,9 +727,10 @@ def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomput
     """Returns a phrase that names the hook of some stored states if it is not the expected hook.
 
     The phrase is, for example, ", of HOOK, one layer too late" if the states are the states at the
-    hook HOOK, which comes one layer after the expected hook. If the expected hook is not certain,
-    the phrase is only ", of HOOK", without the number of layers. If the expected hook is certain
-    and the states are the states at this hook, the phrase is "".
+    hook HOOK, which comes one layer after the expected hook. The phrase is "" if the states are the
+    states at the expected hook. If `hook` is only a guess because the expected hook could not be
+    determined (`hook.is_hook_determined` is False), the phrase is always ", of HOOK", without the
+    number of layers.
 
     Args:
         actual_hook_name: Name of the hook at which the model computes these states.
@@ -704,7 +738,7 @@ def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomput
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
     """
-    if hook.is_certain and actual_hook_name == hook.name:
+    if hook.is_hook_determined and actual_hook_name == hook.name:
         return ""
     return f", of {actual_hook_name}{_relation(actual_hook_name, hook, model)}"
 
@@ -713,7 +747,8 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
     """Returns a phrase that says how far the hook of some stored states is from the expected hook.
 
     The phrase is, for example, ", one layer too late" if the hook comes one layer after the
-    expected hook. It is "" if the two hooks are the same, or if the expected hook is not certain.
+    expected hook. It is "" if the two hooks are the same, or if `hook` is only a guess because the
+    expected hook could not be determined (`hook.is_hook_determined` is False).
 
     Args:
         actual_hook_name: Name of the hook at which the model computes these states.
@@ -722,7 +757,7 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
             hooks.
     """
     expected_hook_name = hook.name
-    if not hook.is_certain or actual_hook_name == expected_hook_name:
+    if not hook.is_hook_determined or actual_hook_name == expected_hook_name:
         return ""
     last_residual_stream_hook_name = last_residual_stream_hook(model.num_layers)
     if (actual_hook_name, expected_hook_name) == (FINAL_NORM_HOOK, last_residual_stream_hook_name):
@@ -740,14 +775,14 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
         layer_offset += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
         layer_offset -= 1
-    direction_phrase = "late" if layer_offset > 0 else "early"
+    late_or_early = "late" if layer_offset > 0 else "early"
     layers_phrase = "one layer" if abs(layer_offset) == 1 else f"{abs(layer_offset)} layers"
     final_norm_clause = ""
     if actual_hook_name == FINAL_NORM_HOOK:
         final_norm_clause = ", and after the final norm"
     elif expected_hook_name == FINAL_NORM_HOOK:
         final_norm_clause = ", and without the final norm"
-    return f", {layers_phrase} too {direction_phrase}{final_norm_clause}"
+    return f", {layers_phrase} too {late_or_early}{final_norm_clause}"
 
 
 def _stream_names(depth: int) -> Iterator[str]:
@@ -762,8 +797,8 @@ def _stream_names(depth: int) -> Iterator[str]:
 
 
 def _describe_parts(
-    check: RowCheck,
-    layer: int,
+    row_comparison: RowComparison,
+    layer_index: int,
     hook: ExpectedHook,
     alignments: Sequence[Alignment],
     model: StatesRecomputer,
@@ -773,8 +808,8 @@ def _describe_parts(
     It is called for a layer that `_describe_by_same_sample` cannot describe.
 
     Args:
-        check: Comparison of the file with the states of its row's sample.
-        layer: Index of the layer in the file, from 0.
+        row_comparison: Comparison of the file with the states of its row's sample.
+        layer_index: Index of the layer in the file, from 0.
         hook: Hook whose states the layer should contain.
         alignments: Results of `align` for this layer. Each one tells which stored states match the
             computed states of one sample at one hook and one offset. Empty if no state matches.
@@ -787,16 +822,18 @@ def _describe_parts(
         and none is zero, a phrase names the hook at which the computed states of the file's own
         sample are nearest to the stored states.
     """
-    stored_states = check.row.states(layer)
-    token_count = len(check.row.token_ids)
-    # States may match several samples, for example if two samples begin with the same tokens. The
-    # first preference is then a match at the expected hook, the second is a sample whose row is
-    # near the described row (`check.row_number`), and the third is offset 0.
+    stored_states = row_comparison.row.states(layer_index)
+    token_count = len(row_comparison.row.token_ids)
+    # The same stored states may match several samples, for example if two samples begin with the
+    # same tokens. If several alignments explain equally many states, `best_alignments` prefers the
+    # first of them. Therefore the alignments are sorted by three criteria: alignments at the
+    # expected hook come first, then alignments with samples whose row numbers are near the number
+    # of the described row (`row_comparison.row_number`), then alignments whose offset is 0 tokens.
     alignments_nearest_first = sorted(
         alignments,
         key=lambda alignment: (
             alignment.hook_name != hook.name,
-            abs(alignment.row_number_of_sample - check.row_number),
+            abs(alignment.row_number_of_sample - row_comparison.row_number),
             alignment.token_offset_from_state != 0,
         ),
     )
@@ -808,28 +845,29 @@ def _describe_parts(
     zero_state_mask = np.array(~stored_states.any(axis=1))
     if zero_state_mask.any():
         problem_phrases.append(f"zeros in {_tokens_phrase(zero_state_mask)}")
-    best_match = check.best(layer)
+    best_match = row_comparison.best(layer_index)
     errors_phrase = (
         f"{_error(best_match)}, a token up to {_percent(best_match.largest_token_error)}"
     )
     if (best_match.hook_name, best_match.token_offset_from_state) == (hook.name, 0) and any(
         (alignment.hook_name, alignment.row_number_of_sample, alignment.token_offset_from_state)
-        == (hook.name, check.row_number, 0)
+        == (hook.name, row_comparison.row_number, 0)
         and alignment.matching_state_mask.all()
         for alignment in alignments
     ):
         limit_phrase = (
-            f"at most {_percent(check.limits.max_rms_token_error)} is explained by rounding"
+            f"at most {_percent(row_comparison.error_limits.max_rms_token_error)} is explained by "
+            "rounding"
         )
         problem_phrases.append(
             f"the right hook and tokens, but other values ({errors_phrase}; {limit_phrase})"
         )
         return "; ".join(problem_phrases)
-    unexplained_state_mask = ~zero_state_mask
+    undescribed_state_mask = ~zero_state_mask
     for alignment in best_alignments(alignments_nearest_first):
-        unexplained_state_mask &= ~alignment.matching_state_mask
-        problem_phrases.append(_part_phrase(alignment, check.row_number, hook, model))
-    if unexplained_state_mask.all():
+        undescribed_state_mask &= ~alignment.matching_state_mask
+        problem_phrases.append(_part_phrase(alignment, row_comparison.row_number, hook, model))
+    if undescribed_state_mask.all():
         nearest_hook_phrase = (
             f"{best_match.hook_name}{_relation(best_match.hook_name, hook, model)}"
         )
@@ -838,24 +876,24 @@ def _describe_parts(
                 f" of the {'next' if best_match.token_offset_from_state > 0 else 'previous'} token"
             )
         rounding_hint = ""
-        bfloat16_limits = Limits.of(check.row.dtype, "bfloat16", model.has_experts)
+        bfloat16_error_limits = Limits.of(row_comparison.row.dtype, "bfloat16", model.has_experts)
         if (
             best_match.hook_name == hook.name
             and not best_match.token_offset_from_state
-            and best_match.within(bfloat16_limits)
+            and best_match.within(bfloat16_error_limits)
         ):
             rounding_hint = "; rounding to bfloat16 may explain it: verify with --dtype bfloat16"
         problem_phrases.append(
             f"no match; nearest is {nearest_hook_phrase} ({errors_phrase}{rounding_hint})"
         )
-    elif unexplained_state_mask.any():
+    elif undescribed_state_mask.any():
         experts_phrase = (
             ", perhaps because of other experts"
-            if check.limits.max_token_fraction_with_other_experts
+            if row_comparison.error_limits.max_token_fraction_with_other_experts
             else ""
         )
         problem_phrases.append(
-            f"no match for {_tokens_phrase(unexplained_state_mask)}{experts_phrase}"
+            f"no match for {_tokens_phrase(undescribed_state_mask)}{experts_phrase}"
         )
     return "; ".join(problem_phrases)
 
@@ -891,11 +929,11 @@ def _part_phrase(
         if first_token_index == last_token_index
         else f"tokens {first_token_index} to {last_token_index}"
     )
-    states_phrase = (
+    matching_tokens_phrase = (
         "" if do_all_states_match else f" in {_tokens_phrase(alignment.matching_state_mask)}"
     )
     row_phrase = row_phrase or " of the same row"
-    return f"the states of {tokens_phrase}{row_phrase}{states_phrase}{other_hook_phrase}"
+    return f"the states of {tokens_phrase}{row_phrase}{matching_tokens_phrase}{other_hook_phrase}"
 
 
 def _tokens_phrase(token_mask: np.ndarray) -> str:

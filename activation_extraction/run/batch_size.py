@@ -38,11 +38,13 @@ def default_rows(
 
     On accelerators, the number is DEFAULT_ROWS. On a CPU, steps of more than TOKENS_AT_ONCE tokens
     are not faster, so the number is TOKENS_AT_ONCE divided by `length`, at least 1 and at most
-    DEFAULT_ROWS. This number is rounded up to a multiple of the host's devices.
+    DEFAULT_ROWS. This number is rounded up to a multiple of the number of the host's devices that
+    compute (see `every_device`).
 
     Args:
         length: Number of tokens of a row.
-        every_device: Whether all devices of the host compute. Otherwise only one device computes.
+        every_device: Whether all devices of the host compute. If False, only one device computes,
+            and nothing is rounded up.
         auto: Whether --batch_size is "auto". The number is then rounded up on accelerators, too, so
             that every mesh accepts it until `fit_rows` finds a better number.
         planned: The devices of a machine that is only planned. None for this machine's devices.
@@ -128,20 +130,20 @@ def fit_rows(
     smallest_recorded_row_count = min(filter(None, recorded_row_counts_of_hosts), default=None)
 
     def prepare(num_rows: int) -> Forward:
-        request_with_rows = replace(request, batch_shape=(num_rows, request.batch_shape[1]))
-        return together(host, partial(prepare_model, request_with_rows, forward))
+        request_with_num_rows = replace(request, batch_shape=(num_rows, request.batch_shape[1]))
+        return together(host, partial(prepare_model, request_with_num_rows, forward))
 
     if smallest_recorded_row_count is not None:
-        forward_with_chosen_rows = prepare(smallest_recorded_row_count)
+        forward_with_chosen_row_count = prepare(smallest_recorded_row_count)
         reason_for_num_rows = "as when the run began"
     else:
         smallest_num_rows = len(devices_of_host)
-        forward_with_chosen_rows, reason_for_num_rows = _largest_fitting(
+        forward_with_chosen_row_count, reason_for_num_rows = _largest_fitting(
             host, prepare, smallest_num_rows, usable_bytes_of_device
         )
-    num_rows, _ = forward_with_chosen_rows.batch_shape
+    num_rows, _ = forward_with_chosen_row_count.batch_shape
     log.info("--batch_size auto: %d rows per host and step: %s", num_rows, reason_for_num_rows)
-    return forward_with_chosen_rows, {"rows": num_rows, **device_and_mesh_fields}
+    return forward_with_chosen_row_count, {"rows": num_rows, **device_and_mesh_fields}
 
 
 def _largest_fitting(
@@ -189,8 +191,8 @@ def _shortage_on_host(forward: Forward) -> str:
     """Returns a message if the activations of STEPS_ON_HOST steps exceed this host's memory.
 
     Args:
-        forward: The model, made ready to compute steps of some number of rows
-            (`forward.batch_shape`).
+        forward: The model. The memory is checked for batches of the shape `forward.batch_shape`,
+            (rows, tokens of a row).
 
     Returns:
         The message. "" if the activations fit.
@@ -207,8 +209,8 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
     """Returns a message if the compiled step needs too much memory on each device of the run.
 
     Args:
-        forward: The model, made ready to compute steps of some number of rows
-            (`forward.batch_shape`).
+        forward: The model, whose step is compiled for batches of the shape `forward.batch_shape`,
+            (rows, tokens of a row).
         usable_bytes: Bytes of memory that may be used on each device.
 
     Returns:

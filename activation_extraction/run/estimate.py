@@ -76,19 +76,22 @@ class PlannedRun:
     Attributes:
         model_config: The content of the model's config.json.
         topology: The machine.
-        request: The request for a step: model, hooks, mesh and shape.
+        step_request: The request for a step: model, hooks, mesh and shape.
         token_counts: The numbers of tokens that the machine computes and stores. None if the amount
             of data is unknown.
     """
 
     model_config: Mapping[str, Any]
     topology: Topology
-    request: StepRequest
+    step_request: StepRequest
     token_counts: TokenCounts | None
 
 
 def print_estimate(config: Config) -> int:
-    """Prints the estimate of a run, in words or as the JSON that --help describes.
+    """Prints the estimate of a run.
+
+    With --json, the estimate is printed as a JSON object, which --help describes. Otherwise it is
+    printed in words.
 
     The estimate covers the mesh that the flags ask for. If --mesh_type auto would choose another
     mesh, the estimate covers that mesh, too.
@@ -105,20 +108,23 @@ def print_estimate(config: Config) -> int:
     check_adapter(config.model_options.lora)
     run_to_estimate = planned_run(config)
     computing_options_with_automatic_mesh = replace(
-        run_to_estimate.request.computing_options, mesh_type="auto", mesh_shape=None, mesh_axes=None
+        run_to_estimate.step_request.computing_options,
+        mesh_type="auto",
+        mesh_shape=None,
+        mesh_axes=None,
     )
     request_with_automatic_mesh = replace(
-        run_to_estimate.request, computing_options=computing_options_with_automatic_mesh
+        run_to_estimate.step_request, computing_options=computing_options_with_automatic_mesh
     )
     program_with_automatic_mesh = program_of(run_to_estimate, request_with_automatic_mesh)
-    requested_program = program_of(run_to_estimate, run_to_estimate.request)
+    requested_program = program_of(run_to_estimate, run_to_estimate.step_request)
     bytes_per_token = sum(program_with_automatic_mesh.token_bytes.values())
     mesh_estimates = [
         estimate_mesh(run_to_estimate, request_with_automatic_mesh, program_with_automatic_mesh)
     ]
     if requested_program.layout.shape != program_with_automatic_mesh.layout.shape:
         mesh_estimates.append(
-            estimate_mesh(run_to_estimate, run_to_estimate.request, requested_program)
+            estimate_mesh(run_to_estimate, run_to_estimate.step_request, requested_program)
         )
     fitting_mesh_estimates = [
         mesh_estimate for mesh_estimate in mesh_estimates if mesh_estimate["fits"]
@@ -211,7 +217,7 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
 
     Args:
         run: The planned run.
-        request: The request for the step. Its mesh or devices may differ from `run.request`.
+        request: The request for the step. Its mesh or devices may differ from `run.step_request`.
 
     Raises:
         InputError: If the run would reject the model or the mesh, or if the mesh has the axis
@@ -242,9 +248,9 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
 
         - shape: The size of each mesh axis by its name.
         - fits: Whether the run fits in the memory of each device.
-        - memory_gb: Memory of each device in GB, by formula.
-        - compiled_gb: Memory of each device in GB, by the compiler. None if the program was not
-          compiled or the compiler failed.
+        - memory_gb: Memory in GB that the run needs on each device, computed by formula.
+        - compiled_gb: Memory in GB that the run needs on each device, as the compiler reports it.
+          None if the program was not compiled or the compiler failed.
         - step_ms: Milliseconds of a step at the peak speed of the chips.
         - tokens_per_second: A list of the lowest and the highest guess of the number of tokens
           that the whole machine computes per second.
@@ -392,23 +398,21 @@ def estimate_totals(
             # in stored tokens per second and host.
             if config.plan_options.tokens_per_second is None:
                 num_tokens_that_speed_refers_to = run.token_counts.num_computed_tokens
-                possible_tokens_per_second = fastest_mesh["tokens_per_second"]
+                possible_speeds = fastest_mesh["tokens_per_second"]
             else:
                 num_tokens_that_speed_refers_to = run.token_counts.num_stored_tokens
                 # The user gives a single speed, so this list contains one number.
-                possible_tokens_per_second = [
-                    config.plan_options.tokens_per_second * run.topology.num_hosts
-                ]
+                possible_speeds = [config.plan_options.tokens_per_second * run.topology.num_hosts]
             hours_range = [
-                num_tokens_that_speed_refers_to / max(possible_tokens_per_second) / 3600,
-                num_tokens_that_speed_refers_to / min(possible_tokens_per_second) / 3600,
+                num_tokens_that_speed_refers_to / max(possible_speeds) / 3600,
+                num_tokens_that_speed_refers_to / min(possible_speeds) / 3600,
             ]
         if hours_range is not None and config.plan_options.chip_hour_dollars:
-            chip_hour_prices = config.plan_options.chip_hour_dollars
+            chip_hour_prices_in_dollars = config.plan_options.chip_hour_dollars
             chip_hours_range = [run.topology.num_chips * hours for hours in hours_range]
             dollars_range = [
-                chip_hours_range[0] * min(chip_hour_prices),
-                chip_hours_range[1] * max(chip_hour_prices),
+                chip_hours_range[0] * min(chip_hour_prices_in_dollars),
+                chip_hours_range[1] * max(chip_hour_prices_in_dollars),
             ]
     return {"hours": hours_range, "dollars": dollars_range, "terabytes": stored_terabytes}
 
@@ -432,7 +436,7 @@ def lines_of(
             host. None if the speed is guessed.
     """
     topology = run.topology
-    rows_per_host, tokens_per_row = run.request.batch_shape
+    rows_per_host, tokens_per_row = run.step_request.batch_shape
     chips_and_hosts_phrase = (
         f"{counted(topology.num_chips, 'chip')} on {counted(topology.num_hosts, 'host')}"
     )
@@ -448,10 +452,10 @@ def lines_of(
         if mesh_estimate["compiled_gb"] is not None:
             memory_phrase += f", {three_digits(mesh_estimate['compiled_gb'])} GB by the compiler"
         fit_phrase = "fits" if mesh_estimate["fits"] else "does not fit"
-        step_milliseconds = three_digits(mesh_estimate["step_ms"])
+        step_milliseconds_text = three_digits(mesh_estimate["step_ms"])
         yield (
             f"mesh {shape_phrase(mesh_estimate['shape'])}: {fit_phrase} ({memory_phrase}); "
-            f"{step_milliseconds} ms per step at the chips' peak speed"
+            f"{step_milliseconds_text} ms per step at the chips' peak speed"
         )
     if totals["hours"] is None:
         reason_for_unknown_time = (
@@ -481,13 +485,13 @@ def lines_of(
     else:
         yield f"stored: {token_bytes:,} bytes per token before compression"
     if totals["dollars"] is not None:
-        prices_phrase = [f"${price:,.2f}" for price in totals["dollars"]]
-        yield f"cost: {range_phrase(prices_phrase)}"
+        price_phrases = [f"${price:,.2f}" for price in totals["dollars"]]
+        yield f"cost: {range_phrase(price_phrases)}"
 
 
 def samples_phrase(run: PlannedRun) -> str:
     """Returns a clause for the estimate that states the assumed number of tokens of a sample."""
-    tokens_per_sample = tokens_of_a_sample(run.request.batch_shape[1])
+    tokens_per_sample = tokens_of_a_sample(run.step_request.batch_shape[1])
     return (
         f"a sample is taken to have {counted(tokens_per_sample, 'token')}, as FineWeb-Edu's have "
         "on average"

@@ -382,14 +382,15 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
         template: The chat template.
 
     Raises:
-        InputError: If the flags need roles that cannot be read from the turns of the template.
+        InputError: If the flags need roles, but the template does not write the turns of a
+            conversation between <|im_start|> and <|im_end|>, by which the roles are determined.
     """
-    flag_that_needs_roles = f"--roles {' '.join(options.roles)}" if options.roles else ""
+    role_dependent_flag_text = f"--roles {' '.join(options.roles)}" if options.roles else ""
     if options.positions.keeps_only_last_token_of_turn:
-        flag_that_needs_roles = f"--positions {options.positions}"
-    if flag_that_needs_roles and not template.has_roles:
+        role_dependent_flag_text = f"--positions {options.positions}"
+    if role_dependent_flag_text and not template.has_roles:
         raise InputError(
-            f"{flag_that_needs_roles}: {template.flag_with_value} writes no turns between {START} "
-            f"and {END}, by which the roles of tokens are known; give another template with "
-            "--chat_template"
+            f"{role_dependent_flag_text}: {template.flag_with_value} writes no turns between "
+            f"{START} and {END}, by which the roles of tokens are known; give another template "
+            "with --chat_template"
         )

@@ -41,7 +41,9 @@ from activation_extraction.text.batch import Batch
 
 # Largest number of characters of a field in a message. Of a longer field, a digest is shown.
 MOST_SHOWN = 400
-STEPS_AHEAD = 2  # number of steps by which batches are fetched and votes are cast in advance
+# Number of steps by which each host fetches its batches in advance. The hosts also vote this number
+# of steps in advance on whether they take a step.
+STEPS_AHEAD = 2
 # The kinds of problems that hosts exchange in `raise_together`. A problem that recurs would come
 # again with the same command. A problem that may pass could be gone at the next start.
 NO_PROBLEM, BAD_INPUT, RECURS, MAY_PASS = range(4)
@@ -130,12 +132,12 @@ def join(options: HostOptions) -> Host:
         raise RunError(f"{connection_failure_message} ({one_line(error):.200})") from error
     finally:
         connection_timer.cancel()
-    all_devices = usable_devices(all_of_host=True)
+    devices_of_all_hosts = usable_devices(all_of_host=True)
     this_host = Host(jax.process_index(), jax.process_count())
     try:
         # `count_hosts` raises an error if hosts have different numbers of devices. It is called
         # before anything is gathered, because JAX cannot gather from such hosts.
-        count_hosts(all_devices)
+        count_hosts(devices_of_all_hosts)
     except InputError:
         # Every host knows the devices of all hosts, so this error is raised on all of them.
         # Therefore all hosts call `leave` together, as they must.
@@ -179,7 +181,8 @@ def _check_port(address: str) -> None:
 def _wait_for_port(address: str, seconds: float, failure_message: str) -> None:
     """Waits until a process listens at a port.
 
-    JAX waits, too, but at ever longer intervals.
+    JAX would also try again until it can connect, but it waits longer after each attempt, so it
+    would notice a process that listens later than this function does.
 
     Args:
         address: The coordinator's address, HOST:PORT.
@@ -222,20 +225,21 @@ def gather(host: Host, local_value: Any) -> list[Any]:
     # gathered.
     padded_json_of_host = np.frombuffer(local_json.ljust(largest_json_bytes), np.uint8)
     padded_json_of_hosts = multihost_utils.process_allgather(padded_json_of_host)
-    return [json.loads(json_bytes.tobytes()) for json_bytes in np.asarray(padded_json_of_hosts)]
+    return [json.loads(padded_json.tobytes()) for padded_json in np.asarray(padded_json_of_hosts)]
 
 
-def any_host(host: Host, conditions: Sequence[bool]) -> list[bool]:
+def any_host(host: Host, condition_values: Sequence[bool]) -> list[bool]:
     """Returns for each condition whether it is true on any host. All hosts must call this together.
 
     Args:
         host: This host.
-        conditions: Whether each condition is true on this host. All hosts pass the same conditions
-            in the same order.
+        condition_values: For each condition, whether it is true on this host. All hosts pass the
+            values of the same conditions in the same order.
     """
-    conditions_on_hosts = gather(host, conditions)
+    condition_values_of_hosts = gather(host, condition_values)
     return [
-        any(condition_on_hosts) for condition_on_hosts in zip(*conditions_on_hosts, strict=True)
+        any(values_of_condition)
+        for values_of_condition in zip(*condition_values_of_hosts, strict=True)
     ]
 
 
@@ -253,9 +257,9 @@ def leave(host: Host) -> None:
 
 
 def raise_together(
-    host: Host, problem: Exception | None, fields: Mapping[str, object] = MappingProxyType({})
+    host: Host, local_error: Exception | None, fields: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Raises an error on all hosts if one host has a problem, or if fields differ between hosts.
+    """Raises an error on all hosts if any host has failed, or if fields differ between hosts.
 
     All hosts must call this together, and they wait for each other. Before an error is raised, all
     hosts disconnect. The attribute `is_recurring` of a RunError tells whether the same command
@@ -263,35 +267,36 @@ def raise_together(
 
     Args:
         host: This host.
-        problem: The problem of this host. None if it has none.
+        local_error: The error of this host. None if this host has not failed.
         fields: The contents that must be the same on all hosts, by their names in messages. A host
-            with a problem may leave the fields out.
+            that has failed may leave the fields out.
 
     Raises:
-        Exception: If this host has a problem. The exception is `problem` itself.
-        InputError: If this host has no problem, but another host has found bad input. The message
-            names that host.
-        InputError: If no host has a problem, but a field differs between hosts or is missing on
-            some of them. The message names the field, its contents and their hosts.
-        RunError: If this host has no problem, but other hosts have failed without bad input. The
+        Exception: If this host has failed. The exception is `local_error` itself.
+        InputError: If this host has not failed, but another host has found bad input. The message
+            names all hosts that have failed.
+        InputError: If no host has failed, but a field differs between hosts or is missing on some
+            of them. The message names the field, its contents and their hosts.
+        RunError: If this host has not failed, but other hosts have failed without bad input. The
             message names those hosts.
     """
-    if problem is None:
+    if local_error is None:
         local_problem_kind = NO_PROBLEM
-    elif isinstance(problem, InputError):
+    elif isinstance(local_error, InputError):
         local_problem_kind = BAD_INPUT
     else:
-        local_problem_kind = RECURS if getattr(problem, "is_recurring", False) else MAY_PASS
+        local_problem_kind = RECURS if getattr(local_error, "is_recurring", False) else MAY_PASS
     shown_content_by_field = {
         field_name: _text_or_digest(field_content) for field_name, field_content in fields.items()
     }
-    fields_digest = hashlib.sha256(
+    compared_fields_digest = hashlib.sha256(
         json.dumps(shown_content_by_field, sort_keys=True).encode()
     ).hexdigest()
-    problem_kinds_of_hosts, fields_digests_of_hosts = zip(
-        *gather(host, (local_problem_kind, fields_digest)), strict=True
+    problem_kinds_of_hosts, compared_fields_digests_of_hosts = zip(
+        *gather(host, (local_problem_kind, compared_fields_digest)), strict=True
     )
-    if problem is None and any(problem_kinds_of_hosts):
+    error_to_raise = local_error
+    if local_error is None and any(problem_kinds_of_hosts):
         failed_host_numbers = [
             host_number
             for host_number, problem_kind in enumerate(problem_kinds_of_hosts)
@@ -301,18 +306,20 @@ def raise_together(
             f"host {', '.join(map(str, failed_host_numbers))} failed: see the message there"
         )
         if BAD_INPUT in problem_kinds_of_hosts:
-            problem = InputError(other_failure_message)
+            error_to_raise = InputError(other_failure_message)
         else:
-            problem = RunError(other_failure_message, remedy="it says what to do on all hosts")
-    elif problem is None and len({*fields_digests_of_hosts}) > 1:
+            error_to_raise = RunError(
+                other_failure_message, remedy="it says what to do on all hosts"
+            )
+    elif local_error is None and len({*compared_fields_digests_of_hosts}) > 1:
         # Hosts exchange the fields themselves only if the digests differ, because a data set of
         # many files has many fields.
-        problem = InputError(_difference_message(gather(host, shown_content_by_field)))
-    if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds_of_hosts}:
-        problem.is_recurring = True
-    if problem is not None:
+        error_to_raise = InputError(_difference_message(gather(host, shown_content_by_field)))
+    if isinstance(error_to_raise, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds_of_hosts}:
+        error_to_raise.is_recurring = True
+    if error_to_raise is not None:
         leave(host)
-        raise problem
+        raise error_to_raise
 
 
 def _difference_message(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
@@ -323,17 +330,17 @@ def _difference_message(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
             differs.
     """
     for field_name in chain(*fields_of_hosts):
-        host_numbers_by_content: dict[str, list[int]] = {}
+        host_numbers_by_field_content: dict[str, list[int]] = {}
         for host_number, fields_of_host in enumerate(fields_of_hosts):
             field_content = fields_of_host.get(field_name, "nothing")
-            host_numbers_by_content.setdefault(field_content, []).append(host_number)
-        if len(host_numbers_by_content) > 1:
+            host_numbers_by_field_content.setdefault(field_content, []).append(host_number)
+        if len(host_numbers_by_field_content) > 1:
             break
-    contents_phrase = [
+    content_phrases = [
         f"{field_content} on {', '.join(map(str, host_numbers))}"
-        for field_content, host_numbers in host_numbers_by_content.items()
+        for field_content, host_numbers in host_numbers_by_field_content.items()
     ]
-    return f"hosts differ in {field_name}: {'; '.join(contents_phrase)}; it must be the same on all"
+    return f"hosts differ in {field_name}: {'; '.join(content_phrases)}; it must be the same on all"
 
 
 def _text_or_digest(content: object) -> str:
@@ -395,7 +402,7 @@ class Watchdog:
     def __init__(self, max_silent_seconds: float) -> None:
         self.max_silent_seconds = max_silent_seconds
         self._last_progress_time = time.monotonic()
-        self._block_ended_event = threading.Event()
+        self._with_block_ended_event = threading.Event()
 
     def reset(self) -> None:
         """Records progress, so that the time without progress starts again at 0."""
@@ -403,15 +410,15 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._last_progress_time = time.monotonic()
-        self._block_ended_event.clear()
+        self._with_block_ended_event.clear()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._block_ended_event.set()
+        self._with_block_ended_event.set()
 
     def _watch(self) -> None:
-        while not self._block_ended_event.wait(min(self.max_silent_seconds / 4, LOOK_SECONDS)):
+        while not self._with_block_ended_event.wait(min(self.max_silent_seconds / 4, LOOK_SECONDS)):
             if time.monotonic() - self._last_progress_time <= self.max_silent_seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
@@ -448,13 +455,13 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         yield
         return
     abort_reason_phrase = "because another host is gone (or because it crashed itself; see above)"
-    helper_script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
-    helper_process = subprocess.Popen(
+    message_printing_script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
+    message_printing_process = subprocess.Popen(
         [
             sys.executable,
             "-S",
             "-c",
-            helper_script,
+            message_printing_script,
             f"error: host {host.id} ended {abort_reason_phrase}; {message}\n",
         ],
         stdin=subprocess.PIPE,
@@ -462,12 +469,12 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C in the terminal must not end this process
     )
     try:
-        # Ctrl-C raises an exception, so that `finally` ends the helper process before that process
-        # prints its message.
+        # Ctrl-C raises an exception here instead of ending this process at once. So `finally` is
+        # executed and ends the helper process, which then does not print `message`.
         with raise_on_ctrl_c():
             yield
     finally:
-        helper_process.communicate(".")
+        message_printing_process.communicate(".")
 
 
 class Lockstep:
@@ -496,8 +503,9 @@ class Lockstep:
     Attributes:
         reaches_end_of_data: Whether the run comes to the end of its data. It becomes False when
             this host learns that any host has been asked to stop.
-        failure: The failure of this host or, once this host has learned of it, of another host.
-            None without a failure.
+        error_to_raise: The error that the run raises once all hosts have stopped. If this host has
+            failed, it is the error of this host. If another host has failed, it is set when this
+            host learns of that. None if no failure is known.
     """
 
     def __init__(
@@ -507,50 +515,53 @@ class Lockstep:
         any_host: Callable[[Sequence[bool]], Sequence[bool]],
         clock: Clock,
     ) -> None:
-        self.failure: Exception | None = None
+        self.error_to_raise: Exception | None = None
         self._remaining_batches = batches
         self._get_stop_request: Callable[[], object] = get_stop_request
         self._clock = clock
         self._upcoming_batches: deque[Batch | None] = deque()
         # Whether this host has data, for each of the first STEPS_AHEAD steps.
-        data_conditions_on_this_host: list[bool] = []
+        this_host_has_data_flags: list[bool] = []
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
-            data_conditions_on_this_host.append(self._this_host_has_data_two_steps_ahead)
-        conditions_of_this_host = [
-            *data_conditions_on_this_host,
+            this_host_has_data_flags.append(self._this_host_has_data_two_steps_ahead)
+        condition_values_of_this_host = [
+            *this_host_has_data_flags,
             bool(get_stop_request()),
-            self.failure is not None,
+            self.error_to_raise is not None,
         ]
-        # `data_conditions_on_any_host` contains, for each of the first STEPS_AHEAD steps of the
-        # run, whether any host has data.
-        *data_conditions_on_any_host, is_any_host_stopping, has_any_host_failed = any_host(
-            conditions_of_this_host
+        # `any_host_has_data_flags` contains, for each of the first STEPS_AHEAD steps of the run,
+        # whether any host has data.
+        *any_host_has_data_flags, is_any_host_stopping, has_any_host_failed = any_host(
+            condition_values_of_this_host
         )
         self.reaches_end_of_data = not is_any_host_stopping
         is_run_ending = is_any_host_stopping or (
-            has_any_host_failed and not any(data_conditions_on_any_host)
+            has_any_host_failed and not any(any_host_has_data_flags)
         )
-        # For each of the next steps, whether all hosts take it.
-        self._decisions_to_take_steps = deque([] if is_run_ending else data_conditions_on_any_host)
+        # For each of the next steps, whether the hosts take it. All hosts take a step together if
+        # any of them has data for it. A host without data then takes the step without a batch.
+        self._should_take_step_queue = deque([] if is_run_ending else any_host_has_data_flags)
 
     def __iter__(self) -> Iterator[Batch | None]:
-        while self._decisions_to_take_steps and self._decisions_to_take_steps.popleft():
+        while self._should_take_step_queue and self._should_take_step_queue.popleft():
             batch_of_step = self._upcoming_batches.popleft()
             self._upcoming_batches.append(self._fetch())
             yield batch_of_step
 
     def _fetch(self) -> Batch | None:
-        """Fetches the next batch, which is for the step STEPS_AHEAD steps after the current one.
+        """Fetches the next batch, for the step two steps (STEPS_AHEAD) after the current one.
 
-        `_this_host_has_data_two_steps_ahead` is set to True if this host may have batches at that
-        step or later, otherwise to False.
+        Sets `_this_host_has_data_two_steps_ahead` to False if the data of this host has ended, if
+        this host has failed, or if it was asked to stop. Otherwise sets it to True, even if no
+        batch is ready for that step.
 
         Returns:
-            The batch. None if this host has no batch for that step.
+            The batch. None if the data of this host has ended, if this host has failed or was asked
+            to stop, or if no batch is ready for that step.
         """
         self._this_host_has_data_two_steps_ahead = False
-        if self.failure is None and not self._get_stop_request():
+        if self.error_to_raise is None and not self._get_stop_request():
             try:
                 with self._clock.measure("data"):
                     fetched_batch = next(self._remaining_batches)
@@ -566,8 +577,10 @@ class Lockstep:
     def votes(self) -> tuple[bool, bool, bool]:
         """The votes by which the hosts decide together whether to take another step (see `learn`).
 
-        The devices sum the votes of all hosts in the step that computes the batch that was yielded
-        last. The votes are about the step STEPS_AHEAD steps after that step. A tuple of:
+        This host sends the votes to the devices together with the batch that iterating over this
+        object has yielded last. In the step that computes this batch, the devices sum the votes of
+        all hosts. The sums decide whether the hosts take the step that comes STEPS_AHEAD steps
+        later. A tuple of:
             Whether this host has data.
             Whether it was asked to stop.
             Whether it failed.
@@ -575,7 +588,7 @@ class Lockstep:
         return (
             self._this_host_has_data_two_steps_ahead,
             bool(self._get_stop_request()),
-            self.failure is not None,
+            self.error_to_raise is not None,
         )
 
     def learn(self, votes: Iterable[float]) -> None:
@@ -583,7 +596,8 @@ class Lockstep:
 
         Hosts vote on a step two steps before it. The step is taken if any host has data, and
         no host has failed or was asked to stop. Otherwise, the iteration over this object ends
-        before the step. If another host has failed, `failure` is set.
+        before the step. If another host has failed, `error_to_raise` is set, unless this host has
+        failed as well.
 
         Args:
             votes: The sums of the votes over all hosts: the number of hosts that have data, the
@@ -592,11 +606,11 @@ class Lockstep:
         does_any_host_have_data, is_any_host_stopping, has_any_host_failed = (
             bool(number_of_votes) for number_of_votes in votes
         )
-        if has_any_host_failed and self.failure is None:
+        if has_any_host_failed and self.error_to_raise is None:
             failure_remedy = "its message says what to do on all hosts"
-            self.failure = RunError("another host failed", remedy=failure_remedy)
+            self.error_to_raise = RunError("another host failed", remedy=failure_remedy)
         self.reaches_end_of_data = self.reaches_end_of_data and not is_any_host_stopping
-        self._decisions_to_take_steps.append(
+        self._should_take_step_queue.append(
             does_any_host_have_data and not is_any_host_stopping and not has_any_host_failed
         )
 
@@ -608,8 +622,8 @@ class Lockstep:
         Args:
             error: The failure. If it is a bug of this program, its traceback is logged.
         """
-        if self.failure is None:
-            self.failure = for_the_user(error)
+        if self.error_to_raise is None:
+            self.error_to_raise = for_the_user(error)
 
 
 def one_step_behind(items: Iterable[T]) -> Iterator[T]:
@@ -621,5 +635,7 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
     Args:
         items: The items, which are made when they are iterated over.
     """
+    # `pairwise` yields each item with its successor. The appended None is the successor of the last
+    # item, and is never yielded itself.
     for item, _ in pairwise(chain(items, [None])):
-        yield item  # type: ignore[misc]  # `item` is never the None at the end of the chain
+        yield item  # type: ignore[misc]  # `item` is never the appended None
