@@ -200,7 +200,7 @@ class ActivationDataset(Samples):
         """
         stored_hooks = list(self.shards.hooks.values())
         hooks_of_activations = [
-            stored_hook for stored_hook in stored_hooks if stored_hook.are_activations
+            stored_hook for stored_hook in stored_hooks if stored_hook.values_are_activations
         ]
         return (hooks_of_activations or stored_hooks)[0].user_dtype
 
@@ -436,7 +436,9 @@ class ActivationDataset(Samples):
             ValueError: If a hook with a limit is not read, or has no activations.
         """
         names_of_activation_hooks = [
-            hook_name for hook_name in hook_names if self.shards.hooks[hook_name].are_activations
+            hook_name
+            for hook_name in hook_names
+            if self.shards.hooks[hook_name].values_are_activations
         ]
         max_norm_by_hook_name = (
             max_norm
@@ -568,7 +570,7 @@ class ActivationDataset(Samples):
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
         token_source = self.source(BatchOptions(1, hooks))
         for hook_name in token_source.options.hooks:
-            if not self.shards.hooks[hook_name].is_array:
+            if not self.shards.hooks[hook_name].values_are_array:
                 raise ValueError(f"{hook_name} holds codes, which have no array; read `batches`")
         return TokenRecords(token_source, tokens)
 

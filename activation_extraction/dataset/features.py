@@ -142,7 +142,7 @@ def feature_table(
     names_of_code_hooks = [
         name_of_read_hook
         for name_of_read_hook, stored_hook in dataset.shards.hooks.items()
-        if not stored_hook.is_array
+        if not stored_hook.values_are_array
     ]
     if not dataset.identity.code_hooks:
         raise ValueError(f"{dataset.url}: has no codes, which --encode stores")

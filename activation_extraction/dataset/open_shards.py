@@ -328,7 +328,9 @@ class OpenShards:
         depend on the timing of threads.
         """
         names_of_array_hooks = [
-            hook_name for hook_name, stored_hook in self.hooks.items() if stored_hook.is_array
+            hook_name
+            for hook_name, stored_hook in self.hooks.items()
+            if stored_hook.values_are_array
         ]
         sums_by_hook: dict[str, Sums] = {}
         for sums_of_shard in self.read_all(

@@ -523,7 +523,7 @@ class TokenSource:
         requested_dtype_by_hook = {
             hook_name: options.dtype
             for hook_name in options.hooks
-            if options.dtype and stored_hook_by_name[hook_name].are_activations
+            if options.dtype and stored_hook_by_name[hook_name].values_are_activations
         }
         batch = empty_batch(blocks[0].token_batch, stop - start, requested_dtype_by_hook)
         num_preceding_tokens = 0  # number of wanted tokens in earlier blocks

@@ -261,9 +261,9 @@ def _dtype_phrase(dataset: ActivationDataset, hook_name: str) -> str:
     """
     dtype_name = dataset.dtypes[hook_name].name
     stored_hook = dataset.shards.hooks[hook_name]
-    if not stored_hook.is_array:
+    if not stored_hook.values_are_array:
         return f"codes: the values of active features, {dtype_name}"
-    if stored_hook.is_float8:
+    if stored_hook.values_are_float8:
         return f"float8 (e4m3), read as {dtype_name}"
     return dtype_name
 

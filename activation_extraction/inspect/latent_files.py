@@ -53,7 +53,7 @@ class DelphiFormat(ExportFormat):
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook has codes."""
-        return not dataset.shards.hooks[hook].is_array
+        return not dataset.shards.hooks[hook].values_are_array
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export, in the run's order.

@@ -107,7 +107,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         hook_names = [
             hook_name
             for hook_name, stored_hook in dataset.shards.hooks.items()
-            if stored_hook.are_activations
+            if stored_hook.values_are_activations
         ]
         token_selection = report_numbers.select_tokens(dataset, hook_names)
     except ValueError as error:

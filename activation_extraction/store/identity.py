@@ -25,7 +25,7 @@ from activation_extraction.store.stored_hook import (
     CodeHook,
     DenseHook,
     Float8Hook,
-    Key,
+    HookKey,
     StoredHook,
 )
 from activation_extraction.text.batch import Worker
@@ -168,7 +168,12 @@ class Identity:
         return text_options.positions == Positions() and not drops_tokens
 
     def stored_hook(
-        self, key: Key, name: str, width: int = 0, dtype: str = "", max_features_per_token: int = 0
+        self,
+        key: HookKey,
+        name: str,
+        width: int = 0,
+        dtype: str = "",
+        max_features_per_token: int = 0,
     ) -> StoredHook:
         """Makes the object that describes one hook of the run.
 
@@ -446,5 +451,5 @@ class RunFacts:
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    facts_by_hook_key: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
+    facts_by_hook_key: Mapping[HookKey, Mapping[str, Any]] = field(default_factory=dict)
     sources: Sources | None = None

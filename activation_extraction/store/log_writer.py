@@ -35,7 +35,7 @@ from activation_extraction.store.run_log import (
     seal,
 )
 from activation_extraction.store.statistics import Statistics
-from activation_extraction.store.stored_hook import Key
+from activation_extraction.store.stored_hook import HookKey
 from activation_extraction.store.totals import Totals
 
 
@@ -56,7 +56,7 @@ class RunDescription:
     """
 
     identity: Identity
-    hook_name_by_key: Mapping[Key, str] = field(default_factory=dict)
+    hook_name_by_key: Mapping[HookKey, str] = field(default_factory=dict)
     limit_by_flag_name: Mapping[str, int | None] = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
 

@@ -47,10 +47,10 @@ from isal import igzip
 from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.shard import LABELS, Shard, ShardSample
-from activation_extraction.store.stored_hook import Key, StoredHook
+from activation_extraction.store.stored_hook import HookKey, StoredHook
 from activation_extraction.text.sample_facts import SampleFacts
 
-Records = dict[Key, list[dict[str, Any]]]  # key of a hook -> a record for each sample
+Records = dict[HookKey, list[dict[str, Any]]]  # key of a hook -> a record for each sample
 PROTOCOL_BYTES = 2  # number of bytes at the beginning of a pickle, which name its protocol
 
 
@@ -132,7 +132,7 @@ def records_of(shard: Shard) -> Records:
         module describes a record.
     """
 
-    def record_of(hook_key: Key, stored_hook: StoredHook, sample_index: int) -> dict[str, Any]:
+    def record_of(hook_key: HookKey, stored_hook: StoredHook, sample_index: int) -> dict[str, Any]:
         shard_sample = shard.samples[sample_index]
         sample_values = shard.sample_values_by_hook_key[hook_key][sample_index]
         return {
@@ -195,7 +195,9 @@ def _plain(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, _Array) else value
 
 
-def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, StoredHook]) -> Shard:
+def read_pickle(
+    file: IO[bytes], where: str, limit: int, hooks: Mapping[HookKey, StoredHook]
+) -> Shard:
     """Reads a pickled shard.
 
     The facts, tokens and labels of the samples are read from the records of the first hook.

@@ -101,7 +101,7 @@ from activation_extraction.store.formats import (
 )
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metrics import METRICS, last_metrics
-from activation_extraction.store.stored_hook import Key
+from activation_extraction.store.stored_hook import HookKey
 from activation_extraction.text.mark import Mark
 
 METADATA = "metadata.json"
@@ -278,7 +278,7 @@ class Commit:
         return shard_name(self.number, ".samples.parquet")
 
     @property
-    def hook_name_by_key(self) -> dict[Key, str]:
+    def hook_name_by_key(self) -> dict[HookKey, str]:
         """The full names of the hooks in the shard, by the keys of the hooks in pickles."""
         return {
             hook_description["key"]: hook_description["name"] for hook_description in self.hooks

@@ -14,7 +14,7 @@ import numpy as np
 
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.statistics import ErrorByTokenKind, Sums, SumsOfCodes
-from activation_extraction.store.stored_hook import Key, StoredHook, slices_of
+from activation_extraction.store.stored_hook import HookKey, StoredHook, slices_of
 from activation_extraction.text.sample_facts import SampleFacts
 
 # Names of the labels of tokens in conversations. All samples of a run have both labels, or none.
@@ -62,8 +62,8 @@ class Shard:
     """
 
     samples: list[ShardSample]
-    hook_by_key: Mapping[Key, StoredHook]
-    sample_values_by_hook_key: Mapping[Key, list[Any]]
+    hook_by_key: Mapping[HookKey, StoredHook]
+    sample_values_by_hook_key: Mapping[HookKey, list[Any]]
 
     @property
     def positions(self) -> list[np.ndarray]:
@@ -82,7 +82,7 @@ class Shard:
         """
         return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 
-    def encode(self, threads: Executor) -> tuple["Shard", dict[Key, ErrorByTokenKind]]:
+    def encode(self, threads: Executor) -> tuple["Shard", dict[HookKey, ErrorByTokenKind]]:
         """Encodes the values at all hooks that need an encoding.
 
         Args:
@@ -93,8 +93,8 @@ class Shard:
             encoding errors by the key of the hook. The errors are an empty dict at a hook whose
             values are not encoded.
         """
-        encoded_values_by_hook_key: dict[Key, list[Any]] = {}
-        errors_by_hook_key: dict[Key, ErrorByTokenKind] = {}
+        encoded_values_by_hook_key: dict[HookKey, list[Any]] = {}
+        errors_by_hook_key: dict[HookKey, ErrorByTokenKind] = {}
         for hook_key, hook in self.hook_by_key.items():
             encoded_values_by_hook_key[hook_key], errors_by_hook_key[hook_key] = hook.encode(
                 self.sample_values_by_hook_key[hook_key], self.positions, threads
@@ -104,7 +104,7 @@ class Shard:
         ), errors_by_hook_key
 
     def compute_statistics(
-        self, errors: Mapping[Key, ErrorByTokenKind], threads: Executor
+        self, errors: Mapping[HookKey, ErrorByTokenKind], threads: Executor
     ) -> tuple[list[dict[str, Any]], dict[str, Sums]]:
         """Computes the statistics of the values at all hooks.
 
@@ -123,13 +123,13 @@ class Shard:
         """
         # A thread's task is to sum a slice of the samples at one hook. These two lists contain the
         # key of the hook and the slice of samples of each task.
-        hook_keys_of_tasks: list[Key] = []
+        hook_keys_of_tasks: list[HookKey] = []
         sample_slices_of_tasks: list[slice] = []
         for hook_key in self.hook_by_key:
             for sample_slice in slices_of(self.sample_values_by_hook_key[hook_key]):
                 hook_keys_of_tasks.append(hook_key)
                 sample_slices_of_tasks.append(sample_slice)
-        sums_by_hook_key: dict[Key, Any] = {}
+        sums_by_hook_key: dict[HookKey, Any] = {}
         for hook_key, sums_of_slice in zip(
             hook_keys_of_tasks,
             threads.map(self._sums, hook_keys_of_tasks, sample_slices_of_tasks),
@@ -152,11 +152,11 @@ class Shard:
         sums_by_hook_name = {
             hook.name: sums_by_hook_key[hook_key]
             for hook_key, hook in self.hook_by_key.items()
-            if hook.is_array
+            if hook.values_are_array
         }
         return hook_descriptions, sums_by_hook_name
 
-    def _sums(self, key: Key, sample_slice: slice) -> Sums | SumsOfCodes:
+    def _sums(self, key: HookKey, sample_slice: slice) -> Sums | SumsOfCodes:
         """Returns the sums for the statistics of some samples at one hook.
 
         Args:
@@ -168,7 +168,7 @@ class Shard:
             self.sample_values_by_hook_key[key][sample_slice], positions_of_samples
         )
 
-    def _refuse_not_finite(self, key: Key) -> None:
+    def _refuse_not_finite(self, key: HookKey) -> None:
         """Raises StorageError for the first sample with a NaN or infinite value at a hook.
 
         Args:

@@ -29,7 +29,7 @@ from activation_extraction.store.shard import Shard, ShardSample
 from activation_extraction.store.shard_queue import QueuedShard, ShardQueue
 from activation_extraction.store.source_check import SourceCheck
 from activation_extraction.store.statistics import pack_sums
-from activation_extraction.store.stored_hook import Key, StoredHook
+from activation_extraction.store.stored_hook import HookKey, StoredHook
 from activation_extraction.text.mark import Mark
 
 # A shard whose files are stored, as a tuple of its commit and its samples.
@@ -63,7 +63,7 @@ class ShardWriter:
     def __init__(
         self,
         log_writer: LogWriter,
-        hooks: Mapping[Key, StoredHook],
+        hooks: Mapping[HookKey, StoredHook],
         identity: Identity,
         options: StorageOptions,
         sources: Sources | None,
@@ -95,7 +95,7 @@ class ShardWriter:
 
     def _clear_pending(self) -> None:
         # Samples of the next shard, each with its values: key of a hook -> values at the hook.
-        self._pending_samples: list[tuple[ShardSample, Mapping[Key, Any]]] = []
+        self._pending_samples: list[tuple[ShardSample, Mapping[HookKey, Any]]] = []
         self._pending_bytes = 0  # bytes of the values of `_pending_samples`
 
     def take(self, batch_bytes: int) -> None:
@@ -108,12 +108,15 @@ class ShardWriter:
         """
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
-        has_float8_hooks = any(hook.is_float8 for hook in self._hook_by_key.values())
+        has_float8_hooks = any(hook.values_are_float8 for hook in self._hook_by_key.values())
         num_copies_in_memory = 1 + self.format.is_compressed + has_float8_hooks
         self.queue.take(batch_bytes * num_copies_in_memory)
 
     def add(
-        self, sample: ShardSample, values_by_hook_key: Mapping[Key, Any], mark: Mark | None = None
+        self,
+        sample: ShardSample,
+        values_by_hook_key: Mapping[HookKey, Any],
+        mark: Mark | None = None,
     ) -> None:
         """Adds a sample. If it does not fit into the current shard, that shard is submitted first.
 
@@ -164,7 +167,7 @@ class ShardWriter:
         """
         self._pending_samples.sort(key=lambda pending: pending[0].facts.sample_idx)
         shard_samples = [shard_sample for shard_sample, _ in self._pending_samples]
-        sample_values_by_hook_key: dict[Key, list[Any]] = {
+        sample_values_by_hook_key: dict[HookKey, list[Any]] = {
             hook_key: [] for hook_key in self._hook_by_key
         }
         for _, values_by_hook_key in self._pending_samples:

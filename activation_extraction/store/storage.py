@@ -43,7 +43,7 @@ from activation_extraction.store.run_log import RunLog, check_own
 from activation_extraction.store.safetensors_file import OF_TOKENS
 from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.store.stored_hook import Key
+from activation_extraction.store.stored_hook import HookKey
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSample
@@ -117,7 +117,7 @@ class ActivationStorage:
     def __init__(
         self,
         output_dir: str | Path,
-        hooks: Mapping[Key, str],
+        hooks: Mapping[HookKey, str],
         options: StorageOptions | None = None,
         identity: Identity | None = None,
         remote: Folder | None = None,
@@ -195,7 +195,9 @@ class ActivationStorage:
             self._follow(self._planner(RunLog.read(self.destination)))
         # Samples that still lack an activation at a hook, with the activations that they have, by
         # sample number.
-        self._incomplete_sample_by_number: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
+        self._incomplete_sample_by_number: dict[
+            int, tuple[ShardSample, dict[HookKey, np.ndarray]]
+        ] = {}
         # Number of the last sample that has all its activations; -1 for no such sample.
         self._last_complete_sample_number = -1
         # Descriptor of the locked folder; None if this process has no lock.
@@ -348,7 +350,7 @@ class ActivationStorage:
         if not self.plan.gaps:
             self._metrics_file.append(metrics)
 
-    def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> None:
+    def add_batch(self, batch: Batch, activations: Mapping[HookKey, np.ndarray]) -> None:
         """Adds the samples of a batch, with their activations at all hooks.
 
         `add_activation` is for programs with a loop of their own; this method is for batches of
@@ -373,10 +375,10 @@ class ActivationStorage:
         self._shard_writer.take(sum(batch_array.nbytes for batch_array in activations.values()))
         # `index_into_activations` is a tuple of a row and a slice if the batch keeps all tokens,
         # otherwise a slice (see `Batch.kept_tokens`).
-        for placement, (index_into_activations, kept_positions) in zip(
+        for placed_sample, (index_into_activations, kept_positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
-            packed_sample = placement.sample
+            packed_sample = placed_sample.sample
             self._check_takes_samples(packed_sample.facts.sample_idx)
             kept_values_by_label_name = {
                 label_name: label_values[kept_positions]
@@ -393,7 +395,7 @@ class ActivationStorage:
                 values_by_hook_key[hook_key] = hook.for_shard(
                     activations[hook_key][index_into_activations]
                 )
-            self._shard_writer.add(shard_sample, values_by_hook_key, placement.mark)
+            self._shard_writer.add(shard_sample, values_by_hook_key, placed_sample.mark)
 
     def _check_takes_samples(self, sample_idx: int) -> None:
         if self.complete:
@@ -404,7 +406,7 @@ class ActivationStorage:
 
     def add_activation(
         self,
-        layer_idx: Key,
+        layer_idx: HookKey,
         activation: np.ndarray,
         sample_idx: int,
         text_preview: str,
@@ -454,7 +456,7 @@ class ActivationStorage:
             LostError: If another process has begun to write to the folder.
         """
         self.open()
-        if layer_idx not in self._hook_by_key or not self._hook_by_key[layer_idx].is_array:
+        if layer_idx not in self._hook_by_key or not self._hook_by_key[layer_idx].values_are_array:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hook_by_key)}")
         sample_number = index(sample_idx)
         if self._is_stored(sample_number):
@@ -463,16 +465,16 @@ class ActivationStorage:
         self._check_takes_samples(sample_number)
         sample_and_hook_phrase = f"sample {sample_number}, hook {layer_idx!r}"
         try:
-            activation = copy_array(activation)
+            copied_activations = copy_array(activation)
             copied_token_ids = None if token_ids is None else copy_as_int32(token_ids)
         except ValueError as error:
             raise ValueError(f"{sample_and_hook_phrase}: {error}") from error
         for activation_problem in self._problems(
-            layer_idx, activation, copied_token_ids, sample_number
+            layer_idx, copied_activations, copied_token_ids, sample_number
         ):
             raise ValueError(f"{sample_and_hook_phrase}: {activation_problem}")
         if sample_number not in self._incomplete_sample_by_number:
-            token_positions = np.arange(len(activation), dtype=np.int32)
+            token_positions = np.arange(len(copied_activations), dtype=np.int32)
             sample_facts = SampleFacts(
                 sample_number,
                 deepcopy(row),
@@ -486,15 +488,17 @@ class ActivationStorage:
                 {},
             )
             self._next_sample_number += 1
-        shard_sample, activation_by_hook_key = self._incomplete_sample_by_number[sample_number]
-        activation_by_hook_key[layer_idx] = activation
-        if len(activation_by_hook_key) == len(self._hook_by_key):
+        shard_sample, activations_by_hook_key = self._incomplete_sample_by_number[sample_number]
+        activations_by_hook_key[layer_idx] = copied_activations
+        if len(activations_by_hook_key) == len(self._hook_by_key):
             del self._incomplete_sample_by_number[sample_number]
             self._shard_writer.take(
-                sum(hook_activation.nbytes for hook_activation in activation_by_hook_key.values())
+                sum(
+                    hook_activations.nbytes for hook_activations in activations_by_hook_key.values()
+                )
             )
             self._last_complete_sample_number = sample_number
-            self._shard_writer.add(shard_sample, activation_by_hook_key)
+            self._shard_writer.add(shard_sample, activations_by_hook_key)
 
     def _is_stored(self, sample_number: int) -> bool:
         """Returns whether an earlier process has stored the sample with this number.
@@ -511,21 +515,25 @@ class ActivationStorage:
         return 0 <= sample_number < self._stored_sample_count
 
     def _problems(
-        self, key: Key, activation: np.ndarray, token_ids: np.ndarray | None, sample_number: int
+        self,
+        key: HookKey,
+        activations: np.ndarray,
+        token_ids: np.ndarray | None,
+        sample_number: int,
     ) -> Iterator[str]:
-        """Yields the reasons why a sample's activation cannot be stored.
+        """Yields the reasons why a sample's activations at one hook cannot be stored.
 
         Only the first reason is certain to be true, because each check assumes that the checks
         before it passed.
 
         Args:
             key: Key of the hook.
-            activation: Activation that is added.
+            activations: Activations that are added, which should have the shape (tokens, width).
             token_ids: Token ids of the sample; None if there are none.
             sample_number: Number of the sample.
         """
-        activation_shape = activation.shape
-        dtype_name = activation.dtype.name
+        activation_shape = activations.shape
+        dtype_name = activations.dtype.name
         if (
             len(activation_shape) != 2
             or not activation_shape[1]
@@ -539,10 +547,10 @@ class ActivationStorage:
             yield "has no token ids, and safetensors need them"
         if token_ids is not None and token_ids.dtype != np.int32:
             yield f"token ids of dtype {token_ids.dtype}, expected int32"
-        incomplete_sample, activation_by_hook_key = self._incomplete_sample_by_number.get(
+        incomplete_sample, activations_by_hook_key = self._incomplete_sample_by_number.get(
             sample_number, (None, {})
         )
-        if key in activation_by_hook_key or sample_number <= self._last_complete_sample_number:
+        if key in activations_by_hook_key or sample_number <= self._last_complete_sample_number:
             yield "given twice or out of order"
         if incomplete_sample is None and sample_number != self._next_sample_number:
             yield f"expected sample {self._next_sample_number} next: samples are 0, 1, 2, ..."
@@ -555,19 +563,19 @@ class ActivationStorage:
         if dtype_name not in DTYPES:
             yield f"dtype {dtype_name}, expected one of {', '.join(sorted(DTYPES))}"
         hook = self._hook_by_key[key]
-        dtype_name = hook.stored_as(dtype_name)
+        stored_dtype_name = hook.stored_as(dtype_name)
         # The first sample of a run determines the width and, unless it is a setting, the dtype.
         width_and_dtype_if_first_sample = (
             activation_shape[1],
-            hook.stored_dtype or dtype_name,
+            hook.stored_dtype_name or stored_dtype_name,
         )
         expected_width_and_dtype = self._width_and_dtype_by_key.get(
             key, width_and_dtype_if_first_sample
         )
-        if (activation_shape[1], dtype_name) != expected_width_and_dtype:
+        if (activation_shape[1], stored_dtype_name) != expected_width_and_dtype:
             expected_width, expected_dtype = expected_width_and_dtype
             yield (
-                f"width {activation_shape[1]}, dtype {dtype_name}, expected width "
+                f"width {activation_shape[1]}, dtype {stored_dtype_name}, expected width "
                 f"{expected_width}, dtype {expected_dtype}, as in the rest of the run"
             )
         self._width_and_dtype_by_key[key] = expected_width_and_dtype
@@ -619,11 +627,13 @@ class ActivationStorage:
             # for uploads.
             self.close(patient=is_storing_finished)
         if is_run_complete and self._incomplete_sample_by_number:
-            sample_number, (_, activation_by_hook_key) = next(
+            sample_number, (_, activations_by_hook_key) = next(
                 iter(self._incomplete_sample_by_number.items())
             )
             missing_keys = [
-                hook_key for hook_key in self._hook_by_key if hook_key not in activation_by_hook_key
+                hook_key
+                for hook_key in self._hook_by_key
+                if hook_key not in activations_by_hook_key
             ]
             raise ValueError(
                 f"sample {sample_number} has no activation for {missing_keys}; it is not stored"

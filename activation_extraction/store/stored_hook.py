@@ -49,7 +49,7 @@ from activation_extraction.store.statistics import (
 )
 
 # Key of a hook in pickles: the number of its layer, or the name by which the user selects the hook.
-Key = int | str
+HookKey = int | str
 # Values of some tokens at a hook, as users of `ActivationDataset` get them: `Codes` at a hook with
 # codes, and an array (tokens, width) at any other hook.
 Values = np.ndarray | Codes
@@ -91,25 +91,25 @@ class Tolerance:
     hook, divided by the norm of the stored values.
 
     Attributes:
-        computing_error: Largest relative error of computing the values again.
-        rounding_error: Largest relative error of rounding activations to the dtype in which they
-            are stored.
+        relative_computation_error: Largest relative error of computing the values again.
+        relative_rounding_error: Largest relative error of rounding activations to the dtype in
+            which they are stored.
         max_fraction_of_differences: Largest fraction of a sample's integers, or of its active
             features, that may differ, from 0 to 1.
     """
 
-    computing_error: float
-    rounding_error: float
+    relative_computation_error: float
+    relative_rounding_error: float
     max_fraction_of_differences: float
 
     @property
-    def activation_error(self) -> float:
+    def relative_activation_error(self) -> float:
         """The largest allowed relative error of recomputed activations.
 
         It allows for the error of computing the values again, and for the error of rounding them to
         the dtype in which they are stored.
         """
-        return self.computing_error + self.rounding_error
+        return self.relative_computation_error + self.relative_rounding_error
 
     def max_different_numbers(self, compared_count: int) -> int:
         """Returns how many stored integers or features of a sample may differ from recomputed ones.
@@ -137,14 +137,14 @@ class StoredHook(ABC):
         name: Full name of the hook.
         width: Number of values of a token; for codes, number of all features. 0 if it is not known
             yet, because a program with a loop of its own has not stored a sample.
-        stored_dtype: Name of the dtype of the values in files. "" if the first sample of a program
-            with a loop of its own determines the dtype.
+        stored_dtype_name: Name of the dtype of the values in files. "" if the first sample of a
+            program with a loop of its own determines the dtype.
     """
 
-    key: Key
+    key: HookKey
     name: str
     width: int
-    stored_dtype: str
+    stored_dtype_name: str
 
     # The following members describe the values.
 
@@ -155,7 +155,7 @@ class StoredHook(ABC):
 
     @property
     @abstractmethod
-    def are_activations(self) -> bool:
+    def values_are_activations(self) -> bool:
         """Whether the values are activations. Codes, losses and token ids, for example, are not.
 
         Readers convert only activations to a dtype that the user asks for. If they leave out tokens
@@ -164,7 +164,7 @@ class StoredHook(ABC):
 
     @property
     @abstractmethod
-    def is_array(self) -> bool:
+    def values_are_array(self) -> bool:
         """Whether users get the values as an array, and not as `Codes`.
 
         Programs with a loop of their own can only store arrays. The statistics file of a shard only
@@ -190,7 +190,7 @@ class StoredHook(ABC):
 
     @property
     @abstractmethod
-    def is_float8(self) -> bool:
+    def values_are_float8(self) -> bool:
         """Whether shards contain the values as float8, so that `encode` converts them.
 
         If True, the original and the converted values need memory together while a shard is
@@ -212,8 +212,8 @@ class StoredHook(ABC):
             rows: Values of the sample as an array with one row per stored token.
 
         Returns:
-            The values in the stored form. If they are stored as float8 (see `is_float8`), `rows`
-            unchanged instead, which `encode` converts to the stored form later.
+            The values in the stored form. If they are stored as float8 (see `values_are_float8`),
+            `rows` unchanged instead, which `encode` converts to the stored form later.
         """
         return rows
 
@@ -245,7 +245,7 @@ class StoredHook(ABC):
                 The encoding errors (see `EncodingError`), measured on some of the tokens: a dict
                 with the error of the first tokens of samples (position 0) under the key "sinks",
                 and the error of all other tokens under "others". It is empty if the values are not
-                stored as float8 (see `is_float8`).
+                stored as float8 (see `values_are_float8`).
         """
         return samples, {}
 
@@ -430,15 +430,15 @@ class DenseHook(StoredHook):
     """
 
     meaning: Literal["activations", "integers", "loss", "numbers"] = "activations"
-    is_array = True  # users get the values as an array
-    is_float8 = False
+    values_are_array = True  # users get the values as an array
+    values_are_float8 = False
 
     @property
     def user_dtype(self) -> np.dtype:
-        return np.dtype(self.stored_dtype)
+        return np.dtype(self.stored_dtype_name)
 
     @property
-    def are_activations(self) -> bool:
+    def values_are_activations(self) -> bool:
         return self.meaning == "activations"
 
     @property
@@ -458,9 +458,11 @@ class DenseHook(StoredHook):
         concatenated_values = np.concatenate(samples)
         positions_of_summed_tokens = np.concatenate(positions)
         if self.meaning == "loss":
-            loss_mask = self._loss_mask(concatenated_values, positions_of_summed_tokens)
-            concatenated_values = concatenated_values[loss_mask]
-            positions_of_summed_tokens = positions_of_summed_tokens[loss_mask]
+            tokens_with_loss_mask = self._tokens_with_loss_mask(
+                concatenated_values, positions_of_summed_tokens
+            )
+            concatenated_values = concatenated_values[tokens_with_loss_mask]
+            positions_of_summed_tokens = positions_of_summed_tokens[tokens_with_loss_mask]
         return sums_of(
             concatenated_values.__getitem__,
             concatenated_values.shape[1],
@@ -468,7 +470,7 @@ class DenseHook(StoredHook):
         )
 
     @staticmethod
-    def _loss_mask(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _tokens_with_loss_mask(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Returns a mask of the tokens that have a loss, bool (tokens,).
 
         The first token of a sample has a loss only if its value is not NaN. Every other token is in
@@ -496,7 +498,7 @@ class DenseHook(StoredHook):
 
     @property
     def min_token_bytes(self) -> int:
-        return token_bytes(self.width, self.stored_dtype)
+        return token_bytes(self.width, self.stored_dtype_name)
 
     def expected_dtypes_and_shapes(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         return {self.name: (self.user_dtype, (tokens, self.width))}
@@ -524,17 +526,19 @@ class DenseHook(StoredHook):
                     f"(allowed: {max_difference_count})"
                 )
         elif self.meaning == "loss":
-            loss_mask = self._loss_mask(stored, positions) | self._loss_mask(recomputed, positions)
-            max_relative_error = tolerance.computing_error
+            tokens_with_loss_mask = self._tokens_with_loss_mask(stored, positions)
+            tokens_with_loss_mask |= self._tokens_with_loss_mask(recomputed, positions)
             yield from _norm_difference(
-                stored[loss_mask], recomputed[loss_mask], max_relative_error
+                stored[tokens_with_loss_mask],
+                recomputed[tokens_with_loss_mask],
+                tolerance.relative_computation_error,
             )
         elif self.meaning == "numbers":
             # Numbers such as entropies are stored in the dtype in which they are computed, so no
             # rounding error is added.
-            yield from _norm_difference(stored, recomputed, tolerance.computing_error)
+            yield from _norm_difference(stored, recomputed, tolerance.relative_computation_error)
         else:
-            yield from _norm_difference(stored, recomputed, tolerance.activation_error)
+            yield from _norm_difference(stored, recomputed, tolerance.relative_activation_error)
 
 
 @dataclass(frozen=True)
@@ -546,11 +550,11 @@ class Float8Hook(StoredHook):
     NAME is the full name of the hook.
     """
 
-    stored_dtype: str = VALUE_DTYPE.name  # name of the dtype of the stored values
+    stored_dtype_name: str = VALUE_DTYPE.name
     user_dtype = FLOAT32
-    are_activations = True
-    is_array = True  # users get the values as an array
-    is_float8 = True
+    values_are_activations = True
+    values_are_array = True  # users get the values as an array
+    values_are_float8 = True
     can_be_in_pickles = False
 
     @property
@@ -578,43 +582,43 @@ class Float8Hook(StoredHook):
             offsets_of_slice = sample_offsets[sample_slice.start : sample_slice.stop + 1]
             start_token_index, stop_token_index = offsets_of_slice[[0, -1]]
             activations_of_slice = np.concatenate(samples[sample_slice])
-            encoded_values = Float8Array.of(activations_of_slice)
+            float8_array = Float8Array.of(activations_of_slice)
             measured_mask_of_slice = measured_token_mask[start_token_index:stop_token_index]
-            decoded_values = encoded_values[measured_mask_of_slice].decode()
+            decoded_values = float8_array[measured_mask_of_slice].decode()
             token_errors = relative_errors(
                 activations_of_slice[measured_mask_of_slice], decoded_values
             )
-            return encoded_values.split(offsets_of_slice[1:-1] - start_token_index), token_errors
+            return float8_array.split(offsets_of_slice[1:-1] - start_token_index), token_errors
 
-        encoded_samples: list[Float8Array] = []
+        float8_arrays_of_samples: list[Float8Array] = []
         errors_of_slices: list[np.ndarray] = []
-        for encoded_samples_of_slice, encoding_errors_of_slice in threads.map(
+        for float8_arrays_of_slice, encoding_errors_of_slice in threads.map(
             encode_slice, slices_of(samples)
         ):
-            encoded_samples += encoded_samples_of_slice
+            float8_arrays_of_samples += float8_arrays_of_slice
             errors_of_slices.append(encoding_errors_of_slice)
         measured_errors = np.concatenate(errors_of_slices)
         sink_mask_of_measured_tokens = sink_token_mask[measured_token_mask]
-        return encoded_samples, {
+        return float8_arrays_of_samples, {
             "sinks": EncodingError.of(measured_errors[sink_mask_of_measured_tokens]),
             "others": EncodingError.of(measured_errors[~sink_mask_of_measured_tokens]),
         }
 
     def sums(self, samples: Sequence[Float8Array], positions: Sequence[np.ndarray]) -> Sums:
-        encoded_values = Float8Array.concatenate(samples)
+        float8_array = Float8Array.concatenate(samples)
 
         def decode(tokens: slice) -> np.ndarray:
-            return encoded_values[tokens].decode()
+            return float8_array[tokens].decode()
 
-        return sums_of(decode, encoded_values.shape[1], np.concatenate(positions))
+        return sums_of(decode, float8_array.shape[1], np.concatenate(positions))
 
     def to_json(self, values: Float8Array) -> dict[str, Any]:
         return super().to_json(values) | {"scale": values.shape[1]}
 
     def tensors(self, samples: Sequence[Float8Array]) -> dict[str, list[np.ndarray]]:
         return {
-            self.name: [sample.values for sample in samples],
-            self.name + SCALE: [sample.scales for sample in samples],
+            self.name: [float8_array.values for float8_array in samples],
+            self.name + SCALE: [float8_array.scales for float8_array in samples],
         }
 
     def record(self, values: Float8Array) -> dict[str, np.ndarray]:
@@ -655,7 +659,7 @@ class Float8Hook(StoredHook):
         positions: np.ndarray,
         tolerance: Tolerance,
     ) -> Iterator[str]:
-        yield from _norm_difference(stored, recomputed, tolerance.activation_error)
+        yield from _norm_difference(stored, recomputed, tolerance.relative_activation_error)
 
 
 @dataclass(frozen=True)
@@ -674,9 +678,9 @@ class CodeHook(StoredHook):
 
     max_features_per_token: int
     user_dtype = FLOAT32
-    are_activations = False  # the values are codes
-    is_array = False  # users get the values as `Codes`
-    is_float8 = False
+    values_are_activations = False  # the values are codes
+    values_are_array = False  # users get the values as `Codes`
+    values_are_float8 = False
 
     @property
     def max_values(self) -> int:
@@ -687,7 +691,7 @@ class CodeHook(StoredHook):
         return [f"{self.name}.{array_name}" for array_name in ARRAYS]
 
     def for_shard(self, rows: np.ndarray) -> Codes:
-        return Codes.of(rows, self.width, self.stored_dtype)
+        return Codes.of(rows, self.width, self.stored_dtype_name)
 
     def bytes_of(self, values: Codes) -> int:
         return values.nbytes
@@ -732,7 +736,7 @@ class CodeHook(StoredHook):
 
     @property
     def min_token_bytes(self) -> int:
-        return code_bytes(0, self.stored_dtype)
+        return code_bytes(0, self.stored_dtype_name)
 
     def expected_dtypes_and_shapes(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         return {
@@ -761,7 +765,7 @@ class CodeHook(StoredHook):
             # Index of each token's first feature among the features that are read. One more item at
             # the end is the number of these features.
             relative_token_offsets = token_offsets - first_value_index
-            row_codes = Codes(
+            codes_of_token_range = Codes(
                 relative_token_offsets,
                 wait_for_feature_ids(),
                 wait_for_feature_values(),
@@ -769,7 +773,7 @@ class CodeHook(StoredHook):
                 wait_for_norm_rows(),
                 self.width,
             )
-            return row_codes.records(self.max_features_per_token)
+            return codes_of_token_range.records(self.max_features_per_token)
 
         return wait
 
@@ -796,36 +800,47 @@ class CodeHook(StoredHook):
         """
         stored_flat_indices = self._flat_feature_indices(stored)
         recomputed_flat_indices = self._flat_feature_indices(recomputed)
-        common_flat_indices, indices_in_stored, indices_in_recomputed = np.intersect1d(
-            stored_flat_indices, recomputed_flat_indices, assume_unique=True, return_indices=True
+        common_flat_indices, indices_into_stored_data, indices_into_recomputed_data = (
+            np.intersect1d(
+                stored_flat_indices,
+                recomputed_flat_indices,
+                assume_unique=True,
+                return_indices=True,
+            )
         )
-        # A pair is a token and a feature that is active at this token.
-        stored_pair_count = len(stored_flat_indices)
+        # A feature that is active at several tokens counts once for each of them.
+        stored_active_feature_count = len(stored_flat_indices)
+        # A feature that is active in only one of the two codes is a difference.
         difference_count = (
-            stored_pair_count + len(recomputed_flat_indices) - 2 * len(common_flat_indices)
+            stored_active_feature_count
+            + len(recomputed_flat_indices)
+            - 2 * len(common_flat_indices)
         )
-        max_difference_count = tolerance.max_different_numbers(stored_pair_count)
+        max_difference_count = tolerance.max_different_numbers(stored_active_feature_count)
         if difference_count > max_difference_count:
             yield (
-                f"{difference_count} of its {stored_pair_count} features differ "
+                f"{difference_count} of its {stored_active_feature_count} features differ "
                 f"(allowed: {max_difference_count})"
             )
         # Name of a quantity -> its stored array and its recomputed array.
         array_pair_by_quantity = {
-            "values": (stored.data[indices_in_stored], recomputed.data[indices_in_recomputed]),
+            "values": (
+                stored.data[indices_into_stored_data],
+                recomputed.data[indices_into_recomputed_data],
+            ),
             "norms": (stored.norm, recomputed.norm),
             "errors": (_root(stored.error), _root(recomputed.error)),
         }
         # Codes may differ twice as much as activations, because the computations after the
         # activation add errors: the product of the activation and the encoder's weights, and the
         # difference between the activation and its reconstruction.
-        max_relative_error = 2 * tolerance.activation_error
+        allowed_relative_error = 2 * tolerance.relative_activation_error
         for quantity_name, (stored_array, recomputed_array) in array_pair_by_quantity.items():
             relative_error = _relative_error(stored_array, recomputed_array)
-            if not relative_error <= max_relative_error:
+            if not relative_error <= allowed_relative_error:
                 yield (
                     f"its {quantity_name} differ by {relative_error:.2g} of their norm "
-                    f"(allowed: {max_relative_error:g})"
+                    f"(allowed: {allowed_relative_error:g})"
                 )
 
     def _flat_feature_indices(self, codes: Codes) -> np.ndarray:
@@ -837,8 +852,8 @@ class CodeHook(StoredHook):
         Returns:
             The indices, int64 (active features of all tokens,).
         """
-        token_index_of_pair = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
-        return token_index_of_pair * self.width + codes.indices
+        token_indices_of_active_features = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
+        return token_indices_of_active_features * self.width + codes.indices
 
 
 def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
