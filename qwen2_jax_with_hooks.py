@@ -68,7 +68,7 @@ class HookedModel(nn.Module):
     @property
     def num_layers(self) -> int:
         """The number of layers that run, up to the deepest layer with a hook."""
-        return self.hooks[-1].layer + 1
+        return self.hooks[-1].layer_number + 1
 
     @property
     def layers_per_stage(self) -> int:
@@ -510,7 +510,7 @@ def create_model_with_hooks(
         raise ValueError("hooks: is empty; give at least one hook")
     layout = layout or Layout()
     stage_count = layout.size("pipeline")
-    deepest_layer = max(hook.layer for hook in hooks)
+    deepest_layer = max(hook.layer_number for hook in hooks)
     # This call raises InputError if the layers cannot be divided into equal stages.
     stage_length(config.layer_types[: deepest_layer + 1], stage_count)
     return HookedModel(

@@ -39,7 +39,7 @@ def test_every_hook_and_every_alias_equals_transformer_lens(name, tmp_path):
     config = parse_model_config(json.loads(str(found["config"])))
     every = hook_table(config).all_hooks(config.num_hidden_layers, large=True)
     hooks = [hook for hook in every if not hook.kind.is_prediction]
-    ours = {hook.name: [a.format(hook.layer) for a in hook.kind.aliases] for hook in hooks}
+    ours = {hook.name: [a.format(hook.layer_number) for a in hook.kind.aliases] for hook in hooks}
     for lacking in LACKING.get(config.model_type, ()):
         assert not ours.pop(lacking)
     assert json.loads(str(found["aliases"])) == ours

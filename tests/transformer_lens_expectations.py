@@ -139,7 +139,7 @@ def expectations(model: Any, token_ids: np.ndarray) -> Iterator[tuple[str, np.nd
         _, cache = bridge.run_with_cache(torch.from_numpy(token_ids[None]), use_cache=False)
     for hook in hooks_of(model.config):
         values = flat(hook.name, cache[hook.name])
-        aliases = [alias.format(hook.layer) for alias in hook.kind.aliases]
+        aliases = [alias.format(hook.layer_number) for alias in hook.kind.aliases]
         for alias in aliases:
             np.testing.assert_array_equal(flat(alias, cache[alias]), values, alias)
         yield hook.name, values, aliases

@@ -113,7 +113,7 @@ class Capture:
             The plan, in which the slots of each kind have the shape (layers,).
         """
         kind_by_index_in_table = {
-            hook.kind_index_in_table: hook.kind
+            hook.kind_index_in_hook_table: hook.kind
             for hook in self.hooks
             if not hook.kind.is_after_layers
         }
@@ -122,9 +122,9 @@ class Capture:
         buffer_slots_of_kinds: list[np.ndarray] = []
         for kind_index_in_table, hook_kind in kind_by_index_in_table.items():
             hook_sort_keys = [
-                (hook.layer, hook.kind_index_in_table)
+                (hook.layer_number, hook.kind_index_in_hook_table)
                 for hook in hooks_by_vector_type[self.vector_type(hook_kind)]
-                if hook.layer >= layers.start
+                if hook.layer_number >= layers.start
             ]
             slots_of_layers = [
                 sum(
@@ -348,7 +348,7 @@ class Capture:
         for vector_type, hooks_of_vector_type in self.hooks_by_vector_type().items():
             bit_pattern_arrays: list[Array] = []
             stage_numbers_of_hooks = [
-                hook.layer // layers_per_stage
+                hook.layer_number // layers_per_stage
                 for hook in hooks_of_vector_type
                 if not hook.kind.is_after_layers
             ]

@@ -94,8 +94,9 @@ class HookKind:
         aliases: The other names in TransformerLens.
         is_after_layers: Whether the kind comes after the last layer. False for kinds in layers and
             for the kind before the first layer.
-        type_words: Words of the types in ModelConfig.layer_types. A layer has a hook of this kind
-            if its type contains one of these words. () if every layer has a hook of this kind.
+        layer_type_words: Words in the types of the layers that have a hook of this kind, such as
+            "sparse" (see `ModelConfig.layer_types`). A layer has such a hook if its type contains
+            one of these words. () if every layer has a hook of this kind.
         dtype: The name of the dtype of the values; None for activations, whose dtype the user
             chooses.
         width_factor: A factor of the width that has no letter, such as the number of most likely
@@ -108,7 +109,7 @@ class HookKind:
     module_names: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     is_after_layers: bool = False
-    type_words: tuple[str, ...] = ()
+    layer_type_words: tuple[str, ...] = ()
     dtype: str | None = None
     width_factor: int = 1
 
@@ -147,8 +148,8 @@ class HookKind:
             dtype: The dtype of activations. "float8" gives the type that a run with
                 --activation_dtype float8 stores.
         """
-        activation_dtype = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
-        return VectorType(self.width(sizes), self.dtype or activation_dtype)
+        activation_dtype_name = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
+        return VectorType(self.width(sizes), self.dtype or activation_dtype_name)
 
     def exists_in(self, layer_type: str) -> bool:
         """Returns whether layers of a type have hooks of this kind.
@@ -156,7 +157,9 @@ class HookKind:
         Args:
             layer_type: One of ModelConfig.layer_types.
         """
-        return not self.type_words or not {*self.type_words}.isdisjoint(layer_type.split())
+        return not self.layer_type_words or not {*self.layer_type_words}.isdisjoint(
+            layer_type.split()
+        )
 
     def layers(self, depth: int, layer_types: Sequence[str] = ()) -> Sequence[int]:
         """Returns the numbers of the layers of a model that have a hook of this kind.
@@ -171,9 +174,9 @@ class HookKind:
         """
         if "{}" in self.name:
             return [
-                layer
-                for layer in range(depth)
-                if not layer_types or self.exists_in(layer_types[layer])
+                layer_number
+                for layer_number in range(depth)
+                if not layer_types or self.exists_in(layer_types[layer_number])
             ]
         return range(depth - 1, depth) if self.is_after_layers else range(1)
 
@@ -184,21 +187,21 @@ class Hook(NamedTuple):
     Sorting hooks puts them in the order in which the model computes their values.
 
     Attributes:
-        layer: The number of the layer. For a hook before the first layer it is 0, and for a hook
-            after the last layer it is the number of the last layer.
-        kind_index_in_table: The index of the kind in the model's hook table. Kinds that are
+        layer_number: The number of the layer. For a hook before the first layer it is 0, and for a
+            hook after the last layer it is the number of the last layer.
+        kind_index_in_hook_table: The index of the kind in the model's hook table. Kinds that are
             computed earlier in a layer have smaller indices.
         kind: The kind of the hook.
     """
 
-    layer: int
-    kind_index_in_table: int
+    layer_number: int
+    kind_index_in_hook_table: int
     kind: HookKind
 
     @property
     def name(self) -> str:
         """The canonical name of the hook, such as "blocks.3.hook_resid_post"."""
-        return self.kind.name.format(self.layer)
+        return self.kind.name.format(self.layer_number)
 
     @property
     def module_name(self) -> str | None:
@@ -206,7 +209,9 @@ class Hook(NamedTuple):
 
         None if the values have no name in Hugging Face.
         """
-        return self.kind.module_names[0].format(self.layer) if self.kind.module_names else None
+        return (
+            self.kind.module_names[0].format(self.layer_number) if self.kind.module_names else None
+        )
 
     def names(self) -> list[str]:
         """Returns all names of the hook.
@@ -215,7 +220,7 @@ class Hook(NamedTuple):
         transformers, in this order.
         """
         name_patterns = self.kind.name, *self.kind.aliases, *self.kind.module_names
-        return [name_pattern.format(self.layer) for name_pattern in name_patterns]
+        return [name_pattern.format(self.layer_number) for name_pattern in name_patterns]
 
     def matching(self, pattern: str) -> list[str]:
         """Returns the names of the hook that match a glob.
@@ -292,9 +297,9 @@ class HookTable:
             large: Whether to include hooks of large kinds (see `HookKind.is_large`).
         """
         return sorted(
-            Hook(layer, kind_index_in_table, hook_kind)
-            for kind_index_in_table, hook_kind in enumerate(self.kinds)
-            for layer in hook_kind.layers(depth, self.layer_types)
+            Hook(layer_number, kind_index_in_hook_table, hook_kind)
+            for kind_index_in_hook_table, hook_kind in enumerate(self.kinds)
+            for layer_number in hook_kind.layers(depth, self.layer_types)
             if large or not hook_kind.is_large
         )
 
@@ -309,12 +314,14 @@ class HookTable:
         Raises:
             InputError: If a layer is outside 0 .. depth - 1, or has no such hook.
         """
-        for layer in layers:
-            if not 0 <= layer < depth:
+        for layer_number in layers:
+            if not 0 <= layer_number < depth:
                 raise InputError(
-                    f"--layers_to_extract {layer}: the model has layers 0 to {depth - 1}"
+                    f"--layers_to_extract {layer_number}: the model has layers 0 to {depth - 1}"
                 )
-        hook_names = [f"blocks.{layer}.{ACTIVATION_TYPES[activation_type]}" for layer in layers]
+        hook_names = [
+            f"blocks.{layer_number}.{ACTIVATION_TYPES[activation_type]}" for layer_number in layers
+        ]
         return list(self.matching(hook_names, depth).values())
 
     def matching(self, patterns: Sequence[str], depth: int) -> dict[str, Hook]:
@@ -340,9 +347,9 @@ class HookTable:
             matching_names_by_hook = {hook: hook.matching(pattern) for hook in hooks_of_model}
             if not any(matching_names_by_hook.values()):
                 raise self._no_match_error(pattern, depth)
-            for hook, names_that_match in matching_names_by_hook.items():
-                if names_that_match:
-                    name_by_hook.setdefault(hook, names_that_match[0])
+            for hook, matching_names in matching_names_by_hook.items():
+                if matching_names:
+                    name_by_hook.setdefault(hook, matching_names[0])
         return {name_by_hook[hook]: hook for hook in sorted(name_by_hook)}
 
     def _no_match_error(self, pattern: str, depth: int) -> InputError:
@@ -358,9 +365,9 @@ class HookTable:
         for hook in family_hook_table.all_hooks(depth, large=True):
             if hook.matching(pattern):
                 return InputError(
-                    f"--hook_names {pattern}: layer {hook.layer} is of type "
-                    f"{self.layer_types[hook.layer]} and has no such hook; --list_hooks shows "
-                    "their names"
+                    f"--hook_names {pattern}: layer {hook.layer_number} is of type "
+                    f"{self.layer_types[hook.layer_number]} and has no such hook; "
+                    "--list_hooks shows their names"
                 )
         hooks_of_model = self.all_hooks(depth, large=True)
         for hook in hooks_of_model:
@@ -381,18 +388,18 @@ class HookTable:
         )
 
 
-# The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
-# following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
-# SPARSE). `_type_words` maps each word to the words in the types of these layers.
-EVERY = "every"  # word in HOOK_KINDS for all layers
-NORMED = "normed"  # word in HOOK_KINDS for layers whose attention has norms of queries and keys
-GATED = "gated"  # word in HOOK_KINDS for layers whose attention has a gate on its output
-SHARED = "shared"  # word in HOOK_KINDS for layers with a shared expert
-# Words in HOOK_KINDS for layers with linear attention whose projections are stored as separate
-# tensors (APART), or interleaved in one tensor (INTERLEAVED).
+# The first column of HOOK_KINDS contains a layer selector, which determines the layers that have a
+# kind of hook. It is one of the following texts, or a word of the layers' types in ModelConfig
+# (ATTENTION, LINEAR, DENSE or SPARSE). `_layer_type_words` finds the layers of each selector.
+EVERY = "every"  # layer selector of all layers
+NORMED = "normed"  # layer selector of layers whose attention has norms of queries and keys
+GATED = "gated"  # layer selector of layers whose attention has a gate on its output
+SHARED = "shared"  # layer selector of layers with a shared expert
+# Layer selectors of layers with linear attention whose projections are stored as separate tensors
+# (APART), or interleaved in one tensor (INTERLEAVED).
 APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks in layers, in the order in which a layer computes them. The columns contain:
-#   a word for the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,
+#   the layer selector of the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,
 #   the canonical name, without the prefix "blocks.{}.",
 #   the letters of the width (see `HookKind.axis_letters`),
 #   the path of the intermediate (see `HookKind.path_in_intermediates`),
@@ -474,97 +481,89 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
         config: The configuration of the model.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
-    kinds_in_model = []
-    for hook_kind in _kinds(_type_words(config), top_logits):
+    hook_kinds_in_model = []
+    for hook_kind in _kinds(_layer_type_words(config), top_logits):
         if any(hook_kind.exists_in(layer_type) for layer_type in config.layer_types):
-            kinds_in_model.append(hook_kind)
-    return HookTable(tuple(kinds_in_model), config.layer_types, config.vocab_size)
+            hook_kinds_in_model.append(hook_kind)
+    return HookTable(tuple(hook_kinds_in_model), config.layer_types, config.vocab_size)
 
 
-def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Maps the words in the first column of HOOK_KINDS to words in the types of a model's layers.
+def _layer_type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Returns which layers of a model belong to each layer selector in the table HOOK_KINDS.
 
-    A row of the table HOOK_KINDS describes a kind of hook. Its first column contains a word for the
-    layers that have the kind, such as GATED for layers whose attention has a gate. The type of a
-    layer (see `ModelConfig.layer_types`) consists of other words, such as "full_attention" and
-    "sparse".
+    A layer selector is a text in the first column of the table, such as GATED for layers whose
+    attention has a gate. It determines which layers have the kind of hook in its row.
 
     Args:
         config: The configuration of the model.
 
     Returns:
-        Word in the first column -> `HookKind.type_words` for the kinds in the rows with this word.
-        This is a tuple of words. The layers with these kinds are the layers whose type contains one
-        of the words, or all layers if the tuple is empty. If the dict lacks a word of the first
-        column, the model has no layers with these kinds.
+        Layer selector -> words in the types of its layers (see `ModelConfig.layer_types`). For
+        example, SHARED -> ("sparse",) means that the layers whose type contains the word "sparse"
+        have a shared expert. An empty tuple means all layers. A selector that is not a key has no
+        layers in this model.
     """
     delta_config, experts_config = config.delta, config.experts
-    type_words_of_attention = () if delta_config is None else (ATTENTION,)
-    type_words_by_word_for_layers: dict[str, tuple[str, ...]] = {
+    layer_type_words_of_attention = () if delta_config is None else (ATTENTION,)
+    layer_type_words_by_selector: dict[str, tuple[str, ...]] = {
         EVERY: (),
-        ATTENTION: type_words_of_attention,
+        ATTENTION: layer_type_words_of_attention,
     }
-    type_words_by_word_for_layers[DENSE] = () if experts_config is None else (DENSE,)
+    layer_type_words_by_selector[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        type_words_by_word_for_layers[NORMED] = type_words_of_attention
+        layer_type_words_by_selector[NORMED] = layer_type_words_of_attention
     if config.q_gate:
-        type_words_by_word_for_layers[GATED] = type_words_of_attention
+        layer_type_words_by_selector[GATED] = layer_type_words_of_attention
     if delta_config is not None:
-        type_words_by_word_for_layers[LINEAR] = (LINEAR,)
+        layer_type_words_by_selector[LINEAR] = (LINEAR,)
         # HOOK_KINDS contains some hooks of linear attention twice. A row whose first column is
         # APART is for models in which a Hugging Face module computes this projection alone, and
         # contains the name of the module. A row whose first column is INTERLEAVED is for models in
         # which one module computes several interleaved projections, and contains no such name.
-        type_words_by_word_for_layers[INTERLEAVED if delta_config.interleaved else APART] = (
-            LINEAR,
-        )
+        layer_type_words_by_selector[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
-        type_words_by_word_for_layers[SPARSE] = (SPARSE,)
+        layer_type_words_by_selector[SPARSE] = (SPARSE,)
         if experts_config.shared_width:
-            type_words_by_word_for_layers[SHARED] = (SPARSE,)
-    return type_words_by_word_for_layers
+            layer_type_words_by_selector[SHARED] = (SPARSE,)
+    return layer_type_words_by_selector
 
 
 def _kinds(
-    type_words_by_word_for_layers: Mapping[str, tuple[str, ...]], top_logits: int
+    layer_type_words_by_selector: Mapping[str, tuple[str, ...]], top_logits: int
 ) -> list[HookKind]:
-    """Makes the kinds of hooks of a model, in the order in which they are computed.
+    """Makes the kinds of hooks of a model, in the order in which the model computes their values.
 
     Args:
-        type_words_by_word_for_layers: Word in the first column of the table HOOK_KINDS ->
-            `HookKind.type_words` for the kinds in the rows with this word. For example, SHARED may
-            be mapped to ("sparse",). The word tells which layers have the kinds (see
-            `_type_words`). Rows whose word is not a key are left out.
+        layer_type_words_by_selector: The dict that `_layer_type_words` returns, which maps the
+            first column of the table HOOK_KINDS to words in types of layers, such as SHARED ->
+            ("sparse",). Rows of the table whose first column is not a key are left out.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for (
-        word_for_layers,
+        layer_selector,
         kind_name,
         axis_letters,
         path_in_intermediates,
-        joined_module_names,
-        joined_alias_names,
+        module_names_text,
+        alias_names_text,
     ) in HOOK_KINDS:
-        if word_for_layers not in type_words_by_word_for_layers:
+        if layer_selector not in layer_type_words_by_selector:
             continue
         # If the model also has layers with experts, `mlp.gate` is the name of their router. So in
         # dense layers, for example the alias "mlp.gate.hook_out" becomes "mlp.dense_gate.hook_out".
-        if type_words_by_word_for_layers[word_for_layers] == (DENSE,):
-            joined_alias_names = re.sub(
-                r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", joined_alias_names
-            )
+        if layer_type_words_by_selector[layer_selector] == (DENSE,):
+            alias_names_text = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", alias_names_text)
         hook_kinds.append(
             HookKind(
                 f"blocks.{{}}.{kind_name}",
                 axis_letters,
                 path_in_intermediates,
                 tuple(
-                    f"model.layers.{{}}.{module_name}"
-                    for module_name in joined_module_names.split()
+                    f"model.layers.{{}}.{module_name}" for module_name in module_names_text.split()
                 ),
-                tuple(f"blocks.{{}}.{alias_name}" for alias_name in joined_alias_names.split()),
-                type_words=type_words_by_word_for_layers[word_for_layers],
+                tuple(f"blocks.{{}}.{alias_name}" for alias_name in alias_names_text.split()),
+                layer_type_words=layer_type_words_by_selector[layer_selector],
                 dtype=DTYPE_OF_INTERMEDIATE.get(path_in_intermediates),
             )
         )

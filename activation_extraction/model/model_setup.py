@@ -439,7 +439,7 @@ def _requested_hooks(
     else:
         layers_to_store = options.layers_to_extract
     hooks_of_layers = hooks_of_model.of_layers(layers_to_store, options.activation_type, num_layers)
-    return {hook.layer: hook for hook in hooks_of_layers}
+    return {hook.layer_number: hook for hook in hooks_of_layers}
 
 
 def log_hooks(options: HookOptions, forward: Forward) -> None:
@@ -460,7 +460,7 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
         codes_phrase = encoder.description(forward.model.activation_dtype)
         log.info("codes of %s: %s", autoencoder_name, codes_phrase)
         bytes_per_token_by_hook.pop(encoder.hook.name)
-        if layer_in_name(hook_name_in_files) not in ("", str(encoder.source_hook.layer)):
+        if layer_in_name(hook_name_in_files) not in ("", str(encoder.source_hook.layer_number)):
             log.warning(
                 "--encode %s: its files name %s, and it is used at %s",
                 autoencoder_name,
