@@ -67,7 +67,7 @@ def fit_rows(
     host: Host,
     request: StepRequest,
     forward: Forward,
-    earlier_metadata: Sequence[Mapping[str, Any]],
+    metadata_of_earlier_outputs: Sequence[Mapping[str, Any]],
 ) -> tuple[Forward, dict[str, Any] | None]:
     """Finds the largest number of rows with which a step fits in memory.
 
@@ -81,8 +81,8 @@ def fit_rows(
         host: This host.
         request: The request for a step with the default number of rows.
         forward: The model, made ready to compute this step.
-        earlier_metadata: The content of each metadata.json that this run has stored already, in
-            the local folder and in the bucket. Empty for a new run.
+        metadata_of_earlier_outputs: The content of each metadata.json that this run has stored
+            already, in the local folder and in the bucket. Empty for a new run.
 
     Returns:
         A tuple of:
@@ -117,7 +117,7 @@ def fit_rows(
         "mesh": forward.layout.shape,
     }
     recorded_batch_size_choices = [
-        metadata.get("auto_batch_size") or {} for metadata in earlier_metadata
+        metadata.get("auto_batch_size") or {} for metadata in metadata_of_earlier_outputs
     ]
     recorded_row_counts_for_same_devices = [
         recorded_batch_size_choice["rows"]

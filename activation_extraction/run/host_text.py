@@ -63,8 +63,8 @@ class Text:
         options: The flags about text.
         model_repository: The files of the model.
         vocabulary_size: The number of token ids that the model has.
-        earlier_metadata: The content of each metadata.json that this run has stored already,
-            locally and in the bucket. Empty for a new run.
+        metadata_of_earlier_outputs: The content of each metadata.json that this run has stored
+            already, in the local folder and in the bucket. Empty for a new run.
         source_names: The names of the sources of a mixture. Empty to take them from the flags.
         adapter_repository: The files of the LoRA adapter. None without an adapter.
     """
@@ -72,7 +72,7 @@ class Text:
     options: TextOptions
     model_repository: Repository
     vocabulary_size: int
-    earlier_metadata: Sequence[Mapping[str, Any]] = ()
+    metadata_of_earlier_outputs: Sequence[Mapping[str, Any]] = ()
     source_names: Sequence[str] = ()
     adapter_repository: Repository | None = None
 
@@ -160,7 +160,9 @@ class Text:
     @cached_property
     def dataset(self) -> Dataset:
         """The open data of the run: one data set, or all data sets of a mixture."""
-        return open_dataset(self.options, self.row_schema, self.earlier_metadata, self.source_names)
+        return open_dataset(
+            self.options, self.row_schema, self.metadata_of_earlier_outputs, self.source_names
+        )
 
     def check(self) -> None:
         """Checks the chat template, and the first row of each data set.

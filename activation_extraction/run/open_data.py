@@ -64,7 +64,7 @@ class Dataset:
 def open_dataset(
     options: TextOptions,
     row_schema: RowSchema,
-    earlier_metadata: Sequence[Mapping[str, Any]] = (),
+    metadata_of_earlier_outputs: Sequence[Mapping[str, Any]] = (),
     source_names: Sequence[str] = (),
 ) -> Dataset:
     """Opens the data of a run: files, a data set on the hub, or a mixture of both.
@@ -72,9 +72,10 @@ def open_dataset(
     Args:
         options: The flags about text.
         row_schema: The settings by which rows become documents.
-        earlier_metadata: The content of each metadata.json that this run has stored already, in the
-            local folder and in the bucket. A hub data set is opened at the recorded revision, and
-            files must have the recorded content (see `DataFiles.as_recorded`). Empty for a new run.
+        metadata_of_earlier_outputs: The content of each metadata.json that this run has stored
+            already, in the local folder and in the bucket. A hub data set is opened at the recorded
+            revision, and files must have the recorded content (see `DataFiles.as_recorded`). Empty
+            for a new run.
         source_names: The names of the sources of a mixture, which are the same on all hosts. Empty
             for the names in the flags.
 
@@ -87,12 +88,12 @@ def open_dataset(
     """
     if options.mix:
         try:
-            return _open_mixture(options.mix, row_schema, earlier_metadata, source_names)
+            return _open_mixture(options.mix, row_schema, metadata_of_earlier_outputs, source_names)
         except InputError as error:
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     dataset_path = options.dataset_path
     if dataset_path is not None:
-        recorded_metadata, _ = _recorded_metadata(FILES, earlier_metadata)
+        recorded_metadata, _ = _recorded_metadata(FILES, metadata_of_earlier_outputs)
         data_files = DataFiles.as_recorded(list_files(dataset_path), recorded_metadata)
         row_stream = open_files(dataset_path, row_schema, data_files.files)
         return Dataset((Source(row_stream),), FILES, "", data_files)
@@ -101,7 +102,9 @@ def open_dataset(
     hub_split = options.dataset_split
     assert hub_name is not None  # cli/config.py sets it if no other source is given
     hub_description = " ".join(filter(None, (hub_name, hub_config_name, hub_split)))
-    recorded_metadata, recorded_revision = _recorded_metadata(hub_description, earlier_metadata)
+    recorded_metadata, recorded_revision = _recorded_metadata(
+        hub_description, metadata_of_earlier_outputs
+    )
     _check_reader(f"--dataset_name {hub_description}", recorded_metadata)
     row_stream, dataset_revision = open_hub_dataset(
         hub_name, hub_config_name, hub_split, recorded_revision or None
@@ -110,7 +113,7 @@ def open_dataset(
 
 
 def _recorded_metadata(
-    data_description: str, earlier_metadata: Sequence[Mapping[str, Any]]
+    data_description: str, metadata_of_earlier_outputs: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
     """Finds the stored metadata of a data set, and the revision of the data set that it records.
 
@@ -119,7 +122,8 @@ def _recorded_metadata(
 
     Args:
         data_description: The description of the data, as in `Dataset.description`.
-        earlier_metadata: The content of each metadata.json that this run has stored already.
+        metadata_of_earlier_outputs: The content of each metadata.json that this run has stored
+            already.
 
     Returns:
         A tuple of:
@@ -129,7 +133,7 @@ def _recorded_metadata(
     """
     metadata_of_same_dataset = [
         metadata
-        for metadata in earlier_metadata
+        for metadata in metadata_of_earlier_outputs
         if identity_of(metadata, METADATA).data == data_description
     ]
     recorded_revision = (
@@ -169,7 +173,7 @@ def _check_reader(flag_and_name: str, recorded_metadata: Sequence[Mapping[str, A
 def _open_mixture(
     sources_and_weights: Sequence[tuple[str, float]],
     row_schema: RowSchema,
-    earlier_metadata: Sequence[Mapping[str, Any]],
+    metadata_of_earlier_outputs: Sequence[Mapping[str, Any]],
     source_names: Sequence[str],
 ) -> Dataset:
     """Opens all sources of a mixture.
@@ -182,8 +186,8 @@ def _open_mixture(
         sources_and_weights: The sources of --mix with their weights. A source is a path, or the
             name of a data set on the hub.
         row_schema: The settings by which rows become documents.
-        earlier_metadata: The content of each metadata.json that this run has stored already,
-            locally and in the bucket.
+        metadata_of_earlier_outputs: The content of each metadata.json that this run has stored
+            already, in the local folder and in the bucket.
         source_names: The names of the sources. Empty for the names in the flags.
 
     Raises:
@@ -198,7 +202,7 @@ def _open_mixture(
         source_descriptions.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
     mixture_description = " ".join(source_descriptions)
     recorded_metadata, recorded_revisions_text = _recorded_metadata(
-        mixture_description, earlier_metadata
+        mixture_description, metadata_of_earlier_outputs
     )
     revision_by_source = {}  # revision of each hub data set by the name of the source
     for name_and_revision in recorded_revisions_text.split():

@@ -122,11 +122,11 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     config = together(host, lambda: with_inputs_of_demo(config, run_folders.folder))
     request = together(host, lambda: step_request(config, model_commit, device_memory_bytes))
     step_program = together(host, lambda: prepare_model(request), step_of)
-    earlier_metadata = [metadata for _, metadata in earlier_outputs]
+    metadata_of_earlier_outputs = [metadata for _, metadata in earlier_outputs]
     metadata_facts: dict[str, Any] = {}  # key in metadata.json -> value
     if config.computing_options.batch_size == "auto":
         step_program, metadata_facts["auto_batch_size"] = fit_rows(
-            host, request, step_program, earlier_metadata
+            host, request, step_program, metadata_of_earlier_outputs
         )
 
     vocabulary_size = step_program.model.config.vocab_size
@@ -134,7 +134,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         config.text_options,
         step_program.checkpoint,
         vocabulary_size,
-        earlier_metadata,
+        metadata_of_earlier_outputs,
         source_names,
         step_program.adapter_files,
     )

@@ -176,7 +176,7 @@ def _text_pipeline_of_run(
         text_options,
         model,
         vocabulary_size,
-        earlier_metadata=[metadata],
+        metadata_of_earlier_outputs=[metadata],
         adapter_repository=adapter,
     )
     lora_path = None if adapter is None else adapter.path
