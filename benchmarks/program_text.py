@@ -123,9 +123,6 @@ class InstructionCost(NamedTuple):
             either stand between the start and the end of an asynchronous collective, or the
             collective and a product are fused into this instruction.
         mesh_axes: Mesh axes along which the instruction sends.
-        own_and_overlapped_flops: Floating-point operations of the instruction's own matrix
-            products, and of matrix products that run while the instruction sends. Pallas kernels
-            are not included.
     """
 
     kind: str
@@ -134,7 +131,6 @@ class InstructionCost(NamedTuple):
     sent_bytes: int = 0
     is_overlapped: bool = False
     mesh_axes: tuple[str, ...] = ()
-    own_and_overlapped_flops: float = 0.0
 
     def times(self, count: float) -> "InstructionCost":
         """Returns the cost of several executions of the instruction.
@@ -143,12 +139,11 @@ class InstructionCost(NamedTuple):
             count: The number of executions. It may be a fraction, if it is an average.
 
         Returns:
-            A copy of this cost with `count` times its bytes and floating-point operations.
+            A copy of this cost with `count` times its bytes.
         """
         return self._replace(
             moved_hbm_bytes=round(self.moved_hbm_bytes * count),
             sent_bytes=round(self.sent_bytes * count),
-            own_and_overlapped_flops=round(self.own_and_overlapped_flops * count),
         )
 
 
@@ -291,12 +286,9 @@ class ProgramText:
                 for collective_key in self._keys_of_awaited_collectives(instruction):
                     start_index_by_collective_key.pop(collective_key, None)
             if any(new_cost.kind in ("product", "kernel") for new_cost in new_costs):
-                new_flops = sum(new_cost.own_and_overlapped_flops for new_cost in new_costs)
                 for start_index in start_index_by_collective_key.values():
-                    cost_of_start = instruction_costs[start_index]
-                    instruction_costs[start_index] = cost_of_start._replace(
-                        is_overlapped=True,
-                        own_and_overlapped_flops=cost_of_start.own_and_overlapped_flops + new_flops,
+                    instruction_costs[start_index] = instruction_costs[start_index]._replace(
+                        is_overlapped=True
                     )
             instruction_costs += new_costs
         return [
@@ -483,9 +475,6 @@ class ProgramText:
                 for mesh_axis in self.size_by_mesh_axis
                 if mesh_axis in mesh_axes_of_collectives
             ),
-            own_and_overlapped_flops=sum(
-                self._flops(executed_instruction) for executed_instruction in executed_instructions
-            ),
         )
 
     def _bytes_of_kernel(self, kernel: Instruction) -> int | None:
@@ -524,26 +513,6 @@ class ProgramText:
         ):
             num_transferred_bytes += _padded_hbm_bytes(array_match) * access_count
         return round(num_transferred_bytes)
-
-    def _flops(self, product: Instruction) -> float:
-        """Returns the floating-point operations of a matrix product, 0 for other instructions.
-
-        A product of an array (m, k) and an array (k, n) takes 2 m k n operations. The sizes of the
-        operands and the result are m k, k n and m n. They multiply to (m k n)**2, so twice the
-        square root of this number is returned. If the arrays have a batch axis of size b, the
-        returned number is b**0.5 times too large.
-        """
-        if product.opcode not in ("convolution", "dot"):
-            return 0.0
-        result_type_texts = (
-            product.result_type_text,
-            *(
-                self.instruction_by_name[operand_name].result_type_text
-                for operand_name in product.operand_names
-            ),
-        )
-        element_count_product = math.prod(map(_element_count, result_type_texts))
-        return 2 * element_count_product**0.5
 
     def _mesh_axes(self, collective: Instruction) -> list[str]:
         """Returns the mesh axes along which a collective communicates.
@@ -836,19 +805,6 @@ def _bits(array_match: re.Match[str]) -> int:
 
 def _shape(array_match: re.Match[str]) -> list[int]:
     return [int(size_text) for size_text in array_match[2].split(",") if size_text]
-
-
-def _element_count(result_type_text: str) -> int:
-    """Returns the number of elements of the first array in an instruction's result.
-
-    Args:
-        result_type_text: The text of the result (see `Instruction.result_type_text`).
-
-    Returns:
-        The number of elements. 0 if the result contains no array.
-    """
-    first_array_match = ARRAY.search(result_type_text)
-    return math.prod(_shape(first_array_match)) if first_array_match else 0
 
 
 def _unpadded_bytes(result_type_text: str) -> int:
