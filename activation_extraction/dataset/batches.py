@@ -33,18 +33,21 @@ from activation_extraction.store.shard_reader import MAX_REQUESTS
 # Such a process reads all of its data, as the only worker of a DataLoader would.
 ONLY_WORKER = 0, 1
 # Largest size of a chunk in bytes. A chunk is read at once.
-#   - If all runs are local, this is the limit for all hooks together.
-#   - If a run is in a bucket and tokens are shuffled, this is the limit for the average size of a
-#     hook, because each hook is a request of its own.
+#   - If all runs are local, this is the limit for the activations at all hooks together.
+#   - If a run is in a bucket and tokens are shuffled, this is the limit for the activations at one
+#     hook, on average over the hooks, because the activations at each hook need a request of their
+#     own.
 #   - If a run is in a bucket and tokens stay in order, MAX_ORDERED_READ_BYTES is the limit instead.
 MAX_READ_BYTES = 8 * 2**20
-# Smallest number of bytes of each hook in a chunk of a run in a bucket. Blocks of up to a MiB can
-# only be read whole, so most bytes that are read for a smaller chunk would belong to other chunks.
+# Smallest number of bytes of the activations at one hook in a chunk (on average over the hooks), if
+# a run is in a bucket, and if the read-ahead buffer has room for MIN_BUCKET_CHUNKS such chunks.
+# Blocks of up to a MiB can only be read whole, so most bytes that are read for a smaller chunk
+# would belong to other chunks.
 MIN_READ_BYTES = 2 * 2**20
-# Largest number of bytes of a hook in a chunk (on average over the hooks), if a run is in a bucket
-# and tokens stay in order. It is larger than MAX_READ_BYTES, because each chunk also needs requests
-# for its token ids and positions, so larger chunks need fewer requests. Shuffling needs many small
-# chunks.
+# Largest number of bytes of the activations at one hook in a chunk (on average over the hooks), if
+# a run is in a bucket and tokens stay in order. It is larger than MAX_READ_BYTES, because each
+# chunk also needs requests for its token ids and positions, so larger chunks need fewer requests.
+# Shuffling needs many small chunks.
 MAX_ORDERED_READ_BYTES = 14 * 2**20
 # Smallest number of chunks for which the read-ahead buffer has room if tokens are shuffled, so that
 # tokens from many parts of the data mix.
@@ -270,18 +273,24 @@ class Batches(Iterator[T]):
             def load_state_dict(self, state: Mapping[str, Any]) -> None:
                 self._batches.restore(state)
 
-            # Unpickling calls `Batches.torch`, because pickle cannot find a local class by name.
+            # TorchBatches is a local class of `Batches.torch`, and pickle cannot find a local class
+            # by its name. Unpickling therefore calls `Batches.torch` again.
             def __reduce__(self) -> tuple[Any, ...]:
                 if get_spawning_popen() is not None:
-                    # The process that starts the worker sets the byte here, because a spawned
-                    # worker does not share the memory of this process.
+                    # This object is being pickled for a new worker of a DataLoader, which does not
+                    # share the memory of this process. Therefore this process sets the byte itself.
+                    # The value 1 tells `Batches.state` that workers read the batches.
                     shared_workers_read_byte[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
 
     def jax(self) -> Iterator[T]:
-        """Returns an iterator over these batches as JAX arrays (see TokenBatch.jax)."""
+        """Returns an iterator over these batches, each as a batch of JAX arrays.
+
+        An item is a TokenBatch, or a TokenPair if two runs are read side by side. Its arrays are
+        JAX arrays, with the exceptions that `TokenBatch.jax` lists.
+        """
         return (batch.jax() for batch in self)
 
     def __next__(self) -> T:
@@ -293,8 +302,9 @@ class Batches(Iterator[T]):
                     "DataLoader reads a share of its own: continue with num_workers=0 or with "
                     "torchdata's StatefulDataLoader, or make new batches"
                 )
-            # In a copy of the process, the threads that read ahead do not exist, and waiting for
-            # them would never end. So reading ahead starts anew.
+            # In a forked process, the threads that read ahead do not exist, and waiting for them
+            # would never end. So the state of reading ahead is discarded here, and the next window
+            # is read by new threads.
             self.close()
             self._loader_worker_number_and_num_workers = loader_worker_number_and_num_workers
             if (
@@ -322,11 +332,16 @@ class Batches(Iterator[T]):
         return batch
 
     def _next_window(self) -> Window:
-        """Returns the next window, whose tokens are in the order of the batches.
+        """Reads the next window of tokens, and returns it.
+
+        A window (see `Window`) contains the tokens of one or more consecutive batches, in the order
+        of the batches.
 
         Raises:
             StopIteration: If there are no more windows.
-            ValueError: If there was no window at all, because no token passes the filters.
+            ValueError: If no token passes the filters, and no other worker reads a part of the
+                data.
+            OSError: If a shard is damaged.
         """
         if self._following_windows is None:
             self._following_windows = self._windows_of_process().beginning(self._iteration_position)
@@ -341,15 +356,22 @@ class Batches(Iterator[T]):
             raise
 
     def _windows_of_process(self) -> Windows:
-        """Returns the windows of the part of the data that this process reads.
+        """Returns the windows of the tokens that this process reads.
 
         The run is cut into chunks, each of consecutive tokens of a shard. A window contains the
-        tokens of some chunks, from which batches are cut (dataset/windows.py). The chunks are
-        divided among the processes (`BatchOptions.workers`), and the chunks of a process among the
-        workers of its DataLoader. Pickles can only be read whole, so if a run stores pickles, its
-        shards are divided instead, and each worker cuts its own shards into chunks. If several runs
-        are read side by side, the first run is cut, and its tokens determine the tokens of the
-        other runs.
+        tokens of some chunks, and batches are cut from windows (dataset/windows.py). If several
+        runs are read side by side, the first run is cut into chunks, and its tokens determine the
+        tokens of the other runs.
+
+        The chunks are divided in two steps. `BatchOptions.workers` is the number of processes among
+        which the chunks are divided first. If one of these processes reads with a PyTorch
+        DataLoader that has worker processes, the chunks of this process are then divided among
+        the worker processes. In a worker process, the result contains only the worker process's
+        chunks.
+
+        Pickles can only be read whole. If one of the runs stores pickles, shards are divided in
+        these two steps instead of chunks, and each process cuts its own shards into chunks. Shards
+        are only cut earlier if there are fewer shards than processes.
         """
         token_sources = self._token_sources
         batch_options = self.options

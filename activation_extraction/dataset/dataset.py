@@ -195,8 +195,9 @@ class ActivationDataset(Samples):
         with `ActivationStorage`, it is the dtype of the first hook with activations. `dtypes`
         contains the dtype of every hook.
 
-        Hooks may also hold losses, entropies, log-probabilities, codes, token ids or numbers of
-        experts. If all hooks that are read hold such values, this is the dtype of the first hook.
+        Hooks may also hold losses, entropies, log-probabilities, codes, token ids or the indices of
+        the chosen experts. If all hooks that are read hold such values, this is the dtype of the
+        first hook.
         """
         stored_hooks = list(self.shards.hooks.values())
         hooks_of_activations = [
@@ -209,8 +210,8 @@ class ActivationDataset(Samples):
         """The dtype of every hook that is read, by the name of the hook.
 
         Activations have the stored dtype, or float32 if they are stored in float8. Losses,
-        log-probabilities and codes have the dtype float32. Some hooks store numbers that identify
-        experts, or token ids, instead of activations; these have the dtype int32.
+        log-probabilities and codes have the dtype float32. Some hooks store the indices of the
+        chosen experts, or token ids, instead of activations; these have the dtype int32.
         """
         return self.shards.hooks.map(lambda stored_hook: stored_hook.user_dtype)
 
@@ -220,9 +221,9 @@ class ActivationDataset(Samples):
 
         Statistics over all dimensions come from the JSON files, which were read when the run was
         opened. Statistics of each dimension are read from a small file of each shard when they are
-        first used. At hooks that store indices of experts or token ids, no statistics are computed,
-        so the number of tokens (`tokens`) is 0. At hooks with codes, only the field `codes` is
-        filled. Statistics of losses leave out the tokens without a loss.
+        first used. At hooks that store token ids or the indices of the chosen experts, no
+        statistics are computed, so the number of tokens (`tokens`) is 0. At hooks with codes, only
+        the field `codes` is filled. Statistics of losses leave out the tokens without a loss.
         """
         return self.shards.statistics
 
@@ -359,9 +360,9 @@ class ActivationDataset(Samples):
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns an iterator over batches of the tokens of all samples, for one pass.
 
-        `dataset.batches(4096, shuffle=0, dtype="float32")` yields batches of 4096 tokens in random
-        order, for example. The order of shuffled tokens depends on the seed and on how the run was
-        divided into shards. `paired` reads two runs side by side.
+        For example, `dataset.batches(4096, shuffle=0, dtype="float32")` yields batches of 4096
+        tokens in a random order. The value of `shuffle` is the seed of this order, which also
+        depends on how the run was divided into shards. `paired` reads two runs side by side.
 
         Args:
             size: Number of tokens in a batch; the last batch may have fewer.
@@ -631,7 +632,7 @@ def paired(a: Any, b: Any) -> PairedRuns:
     Pairs have the order of run `a`. The tokens of run `b` are looked up in its shards, which is
     slow if the order of `b` is very different. If `b` stores pickles, reading a shard of `a`
     decompresses every pickle of `b` that contains any sample of that shard, and up to six shards
-    are in memory in addition to the buffer.
+    are in memory in addition to the buffer of `batches` (`BatchOptions.buffer`).
 
     Args:
         a: The first run: an ActivationDataset, or the URL of a run.

@@ -3,8 +3,8 @@
 One pass over the codes counts the tokens on which each feature is active, and keeps the tokens on
 which its values are largest. Memory therefore grows with the number of features and not with the
 size of the run. The tokens around the kept tokens are read afterwards. `find_decoder` returns a
-function that decodes token ids with the files of a vocabulary, for which transformers need not be
-installed.
+function that decodes token ids with the vocabulary files of a tokenizer (tokenizer.json, or
+vocab.json and merges.txt), for which transformers need not be installed.
 """
 
 from collections.abc import Callable, Mapping
@@ -272,8 +272,8 @@ def _contexts(
 def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
     """Returns a function that decodes token ids with the vocabulary of the run's model.
 
-    Tokens that the files of the vocabulary lack are read from metadata.json, in which the run
-    recorded them.
+    The vocabulary is in tokenizer.json, or in vocab.json and merges.txt. Added tokens that these
+    files lack are taken from metadata.json, in which the run recorded them.
 
     Args:
         dataset: Dataset of the run.
@@ -350,7 +350,10 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
 
 
 def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]:
-    """Returns paths of the files of a vocabulary, in a folder or in the local cache of the hub.
+    """Returns the paths of the files on this machine that contain the vocabulary of a tokenizer.
+
+    The files are tokenizer.json, vocab.json and merges.txt, either in a folder or in the local
+    cache of the Hugging Face hub.
 
     Args:
         tokenizer_path: Folder, URL or hub name of the model or adapter.
@@ -358,8 +361,8 @@ def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]
             on the hub.
 
     Returns:
-        Paths of the files; an empty list if `tokenizer_path` is neither a folder with such files
-        nor a name that the cache contains.
+        Paths of the files that exist; an empty list if `tokenizer_path` is neither a folder with
+        such files nor the hub name of a model or adapter whose files are in the cache.
     """
     configuration = metadata["configuration"]
     model_revision = None

@@ -1,4 +1,7 @@
-"""Reads several runs over the same data as one: side by side (`paired`), or joined (`join`).
+"""Reads the tokens that several runs over the same data have in common.
+
+`PairedRuns`, the result of `paired`, reads batches of the same tokens from two runs. `JoinedRuns`,
+the result of `ActivationDataset.join`, is one dataset with the hooks of all runs.
 
 Samples of two runs count as the same sample if they come from the same row of the data set. Tokens
 of two runs count as the same token if they have the same position in the same sample. A run stores
