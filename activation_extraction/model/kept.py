@@ -44,13 +44,14 @@ class KeptBlock(NamedTuple):
             this type, (hooks, devices * N, width).
         token_indices_in_block: Indices of the kept tokens on the second axis of the activations,
             (kept tokens of the block,) int. The values at other indices are padding.
-        indices_among_kept_tokens: For each index in `token_indices_in_block`, the index of the
-            token among all kept tokens of this host's rows, ordered by row and position.
+        kept_token_numbers: For each index in `token_indices_in_block`, the number of the kept
+            token, (kept tokens of the block,) int. The kept tokens of this host's rows are numbered
+            from 0, ordered by row and position.
     """
 
     activations_by_vector_type: dict[VectorType, Array]
     token_indices_in_block: np.ndarray
-    indices_among_kept_tokens: np.ndarray
+    kept_token_numbers: np.ndarray
 
 
 class KeptTokens(NamedTuple):
@@ -74,24 +75,24 @@ class KeptTokens(NamedTuple):
         """
         # All copies are started before the first copy is awaited, so that they overlap.
         host_copies_of_blocks = [
-            jax.tree.map(to_host, kept_block.activations_by_vector_type)
-            for kept_block in self.blocks
+            jax.tree.map(to_host, kept_token_block.activations_by_vector_type)
+            for kept_token_block in self.blocks
         ]
         received_array_by_vector_type = {
             vector_type: np.empty(received_shape, vector_type.dtype)
             for vector_type, received_shape in self.shape_by_vector_type.items()
         }
-        for kept_block, host_copy_by_vector_type in zip(
+        for kept_token_block, host_copy_by_vector_type in zip(
             self.blocks, host_copies_of_blocks, strict=True
         ):
             for vector_type, copied_array in host_copy_by_vector_type.items():
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
                 bits_dtype = f"uint{8 * copied_array.dtype.itemsize}"
                 kept_bits = np.asarray(copied_array).view(bits_dtype)[
-                    :, kept_block.token_indices_in_block
+                    :, kept_token_block.token_indices_in_block
                 ]
                 received_array_by_vector_type[vector_type].view(bits_dtype)[
-                    :, kept_block.indices_among_kept_tokens
+                    :, kept_token_block.kept_token_numbers
                 ] = kept_bits
         return received_array_by_vector_type
 
@@ -110,34 +111,36 @@ def take_kept(
     Returns:
         The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
-    device_shards_by_vector_type = {
+    jax_shards_by_vector_type = {
         vector_type: device_shards_of_host(activations_of_type)
         for vector_type, activations_of_type in activations_by_vector_type.items()
     }
     # The arrays of all vector types are split alike: their parts on a device have the same rows and
     # tokens.
-    device_shards_of_first_vector_type = next(iter(device_shards_by_vector_type.values()))
+    jax_shards_of_first_vector_type = next(iter(jax_shards_by_vector_type.values()))
     host_mesh = Mesh(
-        np.array([device_shard.device for device_shard in device_shards_of_first_vector_type]),
+        np.array([jax_shard.device for jax_shard in jax_shards_of_first_vector_type]),
         ("device",),
     )
     index_sharding = NamedSharding(host_mesh, PartitionSpec("device"))
     host_array_by_vector_type = {
-        vector_type: _array_of_host(host_mesh, device_shards)
-        for vector_type, device_shards in device_shards_by_vector_type.items()
+        vector_type: _array_of_host(host_mesh, jax_shards)
+        for vector_type, jax_shards in jax_shards_by_vector_type.items()
     }
-    kept_blocks = []
-    for block_plan in _block_plans(kept_mask, rows_and_tokens(device_shards_of_first_vector_type)):
-        device_token_indices = jax.device_put(block_plan.device_token_indices, index_sharding)
+    kept_token_blocks: list[KeptBlock] = []
+    for block_plan in _block_plans(kept_mask, rows_and_tokens(jax_shards_of_first_vector_type)):
+        token_indices_of_devices = jax.device_put(
+            block_plan.token_indices_of_devices, index_sharding
+        )
         gathered_array_by_vector_type = {
-            vector_type: gather_tokens(host_mesh, host_array, device_token_indices)
+            vector_type: gather_tokens(host_mesh, host_array, token_indices_of_devices)
             for vector_type, host_array in host_array_by_vector_type.items()
         }
-        kept_blocks.append(
+        kept_token_blocks.append(
             KeptBlock(
                 gathered_array_by_vector_type,
                 block_plan.token_indices_in_block,
-                block_plan.indices_among_kept_tokens,
+                block_plan.kept_token_numbers,
             )
         )
     num_kept_tokens = int(kept_mask.sum())
@@ -145,7 +148,7 @@ def take_kept(
         vector_type: (len(activations_of_type), num_kept_tokens, activations_of_type.shape[-1])
         for vector_type, activations_of_type in activations_by_vector_type.items()
     }
-    return KeptTokens(kept_blocks, received_shape_by_vector_type)
+    return KeptTokens(kept_token_blocks, received_shape_by_vector_type)
 
 
 class _BlockPlan(NamedTuple):
@@ -154,25 +157,26 @@ class _BlockPlan(NamedTuple):
     A block contains up to N kept tokens from each device of this host.
 
     Attributes:
-        device_token_indices: Indices of the tokens that each device gathers, (devices, N) int32,
-            padded with zeros. An index counts the tokens in the device's part of the rows, row by
-            row, from 0.
-        token_indices_in_block: Indices of the kept tokens in the gathered block of all devices,
-            where device d has the indices from d * N to d * N + N - 1. The other indices are
-            padding.
-        indices_among_kept_tokens: For each index in `token_indices_in_block`, the index of the
-            token among all kept tokens of this host's rows, ordered by row and position.
+        token_indices_of_devices: Indices of the tokens that each device gathers, (devices, N)
+            int32, padded with zeros. An index counts the tokens in the device's part of the rows,
+            row by row, from 0.
+        token_indices_in_block: Indices of the kept tokens in the block that all devices gather,
+            (kept tokens of the block,) int. Device d has the indices from d * N to d * N + N - 1.
+            The other indices are padding.
+        kept_token_numbers: For each index in `token_indices_in_block`, the number of the kept
+            token, (kept tokens of the block,) int. The kept tokens of this host's rows are numbered
+            from 0, ordered by row and position.
     """
 
-    device_token_indices: np.ndarray
+    token_indices_of_devices: np.ndarray
     token_indices_in_block: np.ndarray
-    indices_among_kept_tokens: np.ndarray
+    kept_token_numbers: np.ndarray
 
 
 def _block_plans(
     kept_mask: np.ndarray, slices_of_devices: Sequence[tuple[slice, slice]]
 ) -> Iterator[_BlockPlan]:
-    """Divides the kept tokens of a batch into blocks, and yields the tokens of each block.
+    """Divides the kept tokens of a batch into blocks, and yields a plan for each block.
 
     A block contains at most N kept tokens of each device of this host. N is the number of tokens on
     a device divided by MAX_BLOCKS, rounded up. The first block contains the first N kept tokens of
@@ -184,42 +188,44 @@ def _block_plans(
             slice of its tokens in these rows.
 
     Yields:
-        The plan of the block, which consists of indices of its tokens.
+        The plan of a block. It contains the indices of the block's tokens on the devices and in the
+        block, and their numbers among all kept tokens of the host (see `_BlockPlan`).
     """
-    token_indices_among_kept_tokens = np.cumsum(kept_mask).reshape(kept_mask.shape) - 1
+    kept_token_numbers_of_rows = np.cumsum(kept_mask).reshape(kept_mask.shape) - 1
     kept_token_indices_of_devices = [
         np.flatnonzero(kept_mask[device_slices]) for device_slices in slices_of_devices
     ]
-    indices_among_kept_tokens_of_devices = [
-        token_indices_among_kept_tokens[device_slices][kept_mask[device_slices]]
+    kept_token_numbers_of_devices = [
+        kept_token_numbers_of_rows[device_slices][kept_mask[device_slices]]
         for device_slices in slices_of_devices
     ]
     tokens_per_device = kept_mask[slices_of_devices[0]].size
     tokens_per_block = -(-tokens_per_device // MAX_BLOCKS)
     for block_start in range(0, max(map(len, kept_token_indices_of_devices)), tokens_per_block):
         block_stop = block_start + tokens_per_block
-        device_token_indices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
-        token_indices_in_block_of_devices = []
-        block_token_indices_among_kept_tokens = []
+        token_indices_of_devices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
+        # The following lists have an entry for each device: an array with an entry for each token.
+        block_token_index_arrays = []
+        kept_token_number_arrays = []
         for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
             num_block_tokens = len(kept_token_indices[block_start:block_stop])
-            device_token_indices[device_number, :num_block_tokens] = kept_token_indices[
+            token_indices_of_devices[device_number, :num_block_tokens] = kept_token_indices[
                 block_start:block_stop
             ]
-            token_indices_in_block_of_devices.append(
+            block_token_index_arrays.append(
                 device_number * tokens_per_block + np.arange(num_block_tokens)
             )
-            block_token_indices_among_kept_tokens.append(
-                indices_among_kept_tokens_of_devices[device_number][block_start:block_stop]
+            kept_token_number_arrays.append(
+                kept_token_numbers_of_devices[device_number][block_start:block_stop]
             )
         yield _BlockPlan(
-            device_token_indices,
-            np.concatenate(token_indices_in_block_of_devices),
-            np.concatenate(block_token_indices_among_kept_tokens),
+            token_indices_of_devices,
+            np.concatenate(block_token_index_arrays),
+            np.concatenate(kept_token_number_arrays),
         )
 
 
-def _array_of_host(mesh: Mesh, device_shards: list[Any]) -> Array:
+def _array_of_host(mesh: Mesh, jax_shards: list[Any]) -> Array:
     """Joins the activations on this host's devices into one array, without copying them.
 
     The result is an argument of `gather_tokens`. The arrays of the devices are joined along the
@@ -229,13 +235,13 @@ def _array_of_host(mesh: Mesh, device_shards: list[Any]) -> Array:
 
     Args:
         mesh: The devices of this host, with the axis "device".
-        device_shards: For each device, the part of the activations that is on the device
+        jax_shards: For each device, the part of the activations that is on the device
             (`jax.Shard`), (hooks, rows, tokens, width). All parts have the same shape.
 
     Returns:
         The joined array, (hooks, rows, devices * tokens, width).
     """
-    arrays_of_devices = [device_shard.data for device_shard in device_shards]
+    arrays_of_devices = [jax_shard.data for jax_shard in jax_shards]
     num_hooks, num_rows, tokens_per_row, width = arrays_of_devices[0].shape
     token_sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
     host_array_shape = num_hooks, num_rows, tokens_per_row * len(arrays_of_devices), width
@@ -245,14 +251,14 @@ def _array_of_host(mesh: Mesh, device_shards: list[Any]) -> Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def gather_tokens(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
+def gather_tokens(mesh: Mesh, activations: Array, token_indices_of_devices: Array) -> Array:
     """Gathers the activations of some tokens on each device.
 
     Args:
         mesh: The devices of this host, with the axis "device".
         activations: The activations, (hooks, rows, tokens, width), of which each device has a part
             of the tokens.
-        device_token_indices: The indices of the N tokens that each device gathers, (devices, N)
+        token_indices_of_devices: The indices of the N tokens that each device gathers, (devices, N)
             int32. An index counts the tokens in the device's part row by row, from 0.
 
     Returns:
@@ -280,4 +286,4 @@ def gather_tokens(mesh: Mesh, activations: Array, device_token_indices: Array) -
         in_specs=(PartitionSpec(None, None, "device"), PartitionSpec("device")),
         out_specs=PartitionSpec(None, "device"),
     )
-    return gather_tokens_on_all_devices(activations, device_token_indices)
+    return gather_tokens_on_all_devices(activations, token_indices_of_devices)

@@ -120,9 +120,10 @@ def splash_attention(
     if isinstance(first_query, int):
         heads_first_output = attend_from(first_query)
     else:
-        first_query_indices = range(0, key_count, query_count)
+        start_indices_of_query_blocks = range(0, key_count, query_count)
         attention_branches = [
-            partial(attend_from, first_query_index) for first_query_index in first_query_indices
+            partial(attend_from, query_block_start)
+            for query_block_start in start_indices_of_query_blocks
         ]
         heads_first_output = lax.switch(first_query // query_count, attention_branches)
     return heads_first_output.swapaxes(1, 2)[:, :query_count]
@@ -179,11 +180,11 @@ def candidates_for(platform: str) -> KernelsByFieldAndName:
     preferred_kernels = PREFERRED.get("gpu" if platform in ("cuda", "rocm") else platform)
     if preferred_kernels is None:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
-    kernels_by_field = {}
-    for kernel_field, default_name in DEFAULT_NAMES.items():
-        default_kernel_by_name = {default_name: getattr(Kernels(), kernel_field)}
-        kernels_by_field[kernel_field] = {
-            **preferred_kernels.get(kernel_field, {}),
+    kernel_by_name_by_kernel_kind = {}
+    for kernel_kind, default_name in DEFAULT_NAMES.items():
+        default_kernel_by_name = {default_name: getattr(Kernels(), kernel_kind)}
+        kernel_by_name_by_kernel_kind[kernel_kind] = {
+            **preferred_kernels.get(kernel_kind, {}),
             **default_kernel_by_name,
         }
-    return kernels_by_field
+    return kernel_by_name_by_kernel_kind

@@ -1,7 +1,7 @@
 """Arranges the devices in a mesh of named axes, and determines how arrays are split along the axes.
 
 The model and the step only name logical axes of arrays, such as "batch" and "heads". `RULES` maps a
-logical axis to axes of the mesh, and axes that the mesh lacks are ignored. Users know the mesh axes
+logical axis to axes of the mesh, and axes that the mesh lacks are ignored. Users name the mesh axes
 pipeline, data, fsdp, expert and model. The user's `model` is two axes of JAX's mesh: `model`, along
 which attention heads are split, and `query`, along which the queries of a row are split if there
 are more devices than key/value heads. Other arrays are split along both of these axes.
@@ -122,10 +122,10 @@ class Layout:
         short_side_coordinates, long_side_coordinates = device_coordinates.T[
             dimensions_shortest_first[-2:]
         ]
-        alternating_long_side_coordinates = np.where(
+        long_side_sort_keys = np.where(
             short_side_coordinates % 2, -long_side_coordinates, long_side_coordinates
         )
-        return np.lexsort([alternating_long_side_coordinates, short_side_coordinates]).tolist()
+        return np.lexsort([long_side_sort_keys, short_side_coordinates]).tolist()
 
     @property
     def adds_up_parts(self) -> bool:
@@ -260,7 +260,7 @@ class Layout:
         """
 
         def attend_on_device(q: Array, k: Array, v: Array, *segments: Array) -> Array:
-            # Index in the row of the first query on this device.
+            # Index of this device's first query in its row.
             first_query_index: Array | int = 0
             if self.size("query") > 1:
                 first_query_index = lax.axis_index("query") * q.shape[1]
@@ -280,8 +280,8 @@ def build_layout(
 
     Args:
         devices: The devices, ordered by host.
-        shape: Name of a mesh axis, as the user knows it -> its size. The first axis varies slowest
-            over the devices.
+        shape: Name of a mesh axis, as --mesh_axes accepts it, such as `model` -> its size. The
+            first axis varies slowest over the devices.
         kv_heads: The number of key/value heads of the model, which limits the axis `model` of JAX's
             mesh (see `mesh_axes`).
         reason: The reason for the choice of this shape, for the log. "" if the flags determine it.
@@ -294,8 +294,8 @@ def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
     """Returns the layout of a mesh without devices.
 
     Args:
-        shape: Name of a mesh axis in the user's flags -> its size. `mesh_axes` returns the axes of
-            JAX's mesh for these axes.
+        shape: Name of a mesh axis, as --mesh_axes accepts it, such as `model` -> its size.
+            `mesh_axes` returns the axes of JAX's mesh for these axes.
         kv_heads: The number of key/value heads of the model. `mesh_axes` divides them among the
             devices.
     """
@@ -311,7 +311,7 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
     `query` is the quotient of the user's size and this divisor.
 
     Args:
-        shape: Name of a mesh axis in the user's flags -> its size.
+        shape: Name of a mesh axis, as --mesh_axes accepts it, such as `model` -> its size.
         kv_heads: The number of key/value heads of the model.
 
     Returns:
@@ -340,19 +340,21 @@ def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
         devices: The devices, ordered by host.
         sizes: The size of each mesh axis. The first axis varies slowest over the devices.
     """
-    devices_in_order = np.array(devices, object).reshape(sizes)
+    device_grid_in_given_order = np.array(devices, object).reshape(sizes)
     tpu_slice_numbers = {getattr(device, "slice_index", 0) for device in devices}
     has_coordinates = all(hasattr(device, "coords") for device in devices)
     if devices[0].platform != "tpu" or len(tpu_slice_numbers) > 1 or not has_coordinates:
-        return devices_in_order
+        return device_grid_in_given_order
     try:
         arranged_devices = mesh_utils.create_device_mesh(sizes, devices)
     except (NotImplementedError, AssertionError):
         # JAX cannot arrange these devices, because a mesh axis would divide an axis of the TPU
         # slice, or because the devices do not form a cuboid, for example if each host uses one
         # device.
-        return devices_in_order
-    return arranged_devices if _keeps_hosts_together(arranged_devices) else devices_in_order
+        return device_grid_in_given_order
+    return (
+        arranged_devices if _keeps_hosts_together(arranged_devices) else device_grid_in_given_order
+    )
 
 
 def _keeps_hosts_together(arranged_devices: np.ndarray) -> bool:

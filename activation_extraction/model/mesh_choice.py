@@ -32,8 +32,9 @@ DEFAULT_AXES: dict[int, tuple[str, ...]] = {
     2: ("data", "model"),
     3: ("pipeline", "data", "model"),
 }
-# The smallest number of devices for which `--mesh_type 3d` needs no --mesh_shape. Two axes have the
-# size 4, and with fewer devices the third axis would be smaller.
+# The smallest number of devices for which `--mesh_type 3d` without --mesh_shape makes a 3d mesh.
+# Two axes of this mesh have the size 4, so with fewer than 4 * 4 * 4 devices, the third axis would
+# be smaller than 4. With fewer devices, a 2d mesh is made instead.
 DEFAULT_3D_DEVICES = 64
 # Steps whose durations differ by at most this factor count as equally long, so that tiny
 # differences between estimates do not decide.
@@ -46,8 +47,8 @@ class MeshChoice(NamedTuple):
     """The shape of a run's mesh, with the reason for its choice.
 
     Attributes:
-        shape: Name of a mesh axis, as the user knows it -> its size. The first axis varies slowest
-            over the devices.
+        shape: Name of a mesh axis, as --mesh_axes accepts it, such as `model` -> its size. The
+            first axis varies slowest over the devices.
         reason_for_mesh: Reason for the choice in one line. "" if the flags determine the mesh.
     """
 
@@ -250,8 +251,11 @@ def cheapest_mesh(
         for cost in costs_of_fitting_meshes
         if cost.seconds <= SIMILAR_FACTOR * shortest_seconds
     ]
-    best_cost = min(similar_costs, key=_weight_splits)
-    return MeshChoice(best_cost.layout.shape, _reason(best_cost, device_memory_bytes))
+    step_cost_of_chosen_mesh = min(similar_costs, key=_weight_splits)
+    return MeshChoice(
+        step_cost_of_chosen_mesh.layout.shape,
+        _reason(step_cost_of_chosen_mesh, device_memory_bytes),
+    )
 
 
 def _weight_splits(cost: StepCost) -> list[int]:
@@ -328,23 +332,23 @@ def _shapes(cost_model: CostModel, num_devices: int) -> Iterator[dict[str, int]]
         yield {axis: size for axis, size in size_by_axis.items() if size > 1 or axis == "data"}
 
 
-def _reason(best_cost: StepCost, device_memory_bytes: float | None) -> str:
+def _reason(step_cost: StepCost, device_memory_bytes: float | None) -> str:
     """Returns the reasons for the choice of a mesh in one line.
 
     Args:
-        best_cost: The cost of a step on this mesh.
+        step_cost: The estimated cost of a step on this mesh.
         device_memory_bytes: The bytes of memory of each device. None if they are unknown.
     """
-    mesh_shape = best_cost.layout.shape
-    reasons_for_mesh = [_memory_phrase(best_cost, device_memory_bytes)]
+    mesh_shape = step_cost.layout.shape
+    reasons_for_mesh = [_memory_phrase(step_cost, device_memory_bytes)]
     if mesh_shape.keys() == {"data"} and mesh_shape["data"] > 1:
         reasons_for_mesh.append("every device holds all weights and computes its own rows")
     if "fsdp" in mesh_shape:
-        are_gathers_hidden = best_cost.weight_gather_seconds <= best_cost.matrix_product_seconds
+        are_gathers_hidden = step_cost.weight_gather_seconds <= step_cost.matrix_product_seconds
         gather_verb = "hide behind" if are_gathers_hidden else "outlast"
         reasons_for_mesh.append(f"gathers of weights {gather_verb} products")
-    if best_cost.activation_exchange_seconds:
-        exchange_percent = 100 * best_cost.activation_exchange_seconds / best_cost.seconds
+    if step_cost.activation_exchange_seconds:
+        exchange_percent = 100 * step_cost.activation_exchange_seconds / step_cost.seconds
         exchange_axes_text = " and ".join(
             axis for axis in mesh_shape if axis in ("expert", "model")
         )

@@ -39,7 +39,7 @@ def no_folder_and_no_hub_name(flag_with_value: str) -> InputError:
     """Returns the error about a path that is no folder and cannot be a name on the hub.
 
     Args:
-        flag_with_value: The flag and its value, such as `--model_path org/x`.
+        flag_with_value: The flag and its value, such as `--model_path models/qwen/base`.
     """
     return InputError(
         f"{flag_with_value}: no such folder, and no possible name on the hub, such as ORG/NAME"
@@ -67,26 +67,29 @@ def lacks_file(flag_with_value: str, name: str, is_offline: bool) -> InputError:
         name: The name of the file.
         is_offline: Whether the hub could not be reached, so that only its cache was searched.
     """
-    offline_problem = "the hub cannot be reached, and its cache here " if is_offline else ""
-    return InputError(f"{flag_with_value}: {offline_problem}has no {name}")
+    offline_prefix = "the hub cannot be reached, and its cache here " if is_offline else ""
+    return InputError(f"{flag_with_value}: {offline_prefix}has no {name}")
 
 
 def no_weights(
     flag_with_value: str, weights: str, description: str, names: Collection[str]
 ) -> InputError:
-    """Returns the error about missing weights, which mentions weights in other formats.
+    """Returns the error about a missing weight file.
+
+    If the repository contains other weight files, the error names one of them and tells how to make
+    it readable: the index file must be added, or the weights must be converted to safetensors.
 
     Args:
         flag_with_value: The flag and its value, such as `--model_path org/x`.
         weights: The name of the missing file.
-        description: The kind of repository and the library that can load its weights and store them
-            in safetensors files, such as `model with transformers`.
+        description: A phrase for the message: the kind of repository, and the library that can
+            convert its weights to safetensors, such as "model with transformers".
         names: The names of all files in the repository.
     """
     safetensors_names = sorted(
         file_name for file_name in names if file_name.endswith(".safetensors")
     )
-    other_weight_files = sorted(
+    unsupported_weight_file_names = sorted(
         file_name for file_name in names if OTHER_WEIGHTS.fullmatch(file_name)
     )
     weights_remark = ""
@@ -95,10 +98,10 @@ def no_weights(
             f" and no {INDEX_FILE}, but {safetensors_names[0]}; copy the index from where the "
             "shards come from: it tells which shard contains a tensor"
         )
-    elif other_weight_files:
+    elif unsupported_weight_file_names:
         weights_remark = (
-            f", but {other_weight_files[0]}; only safetensors are read: load the {description} and "
-            "store it with save_pretrained"
+            f", but {unsupported_weight_file_names[0]}; only safetensors are read: load the "
+            f"{description} and store it with save_pretrained"
         )
     return InputError(f"{flag_with_value}: has no {weights}{weights_remark}")
 
@@ -134,13 +137,13 @@ def hub_error(flag_with_value: str, revision: str | None, error: Exception) -> I
 
 
 def hub_not_reached(
-    flag_with_value: str, flag: str, name: str, cache_is_empty: bool, error: Exception
+    flag_with_value: str, flag_name: str, name: str, cache_is_empty: bool, error: Exception
 ) -> InputError:
     """Returns the error about a file on the hub that is needed while the hub cannot be reached.
 
     Args:
         flag_with_value: The flag and its value, such as `--model_path org/x`.
-        flag: The flag alone, such as --model_path.
+        flag_name: The name of this flag, such as `--model_path`.
         name: The name of the file.
         cache_is_empty: Whether the hub's cache contains no file of this repository.
         error: The error of the request.
@@ -153,7 +156,9 @@ def hub_not_reached(
         )
     hub_problem = f"the hub cannot be reached for {name}"
     if name_unknown(hub_unreachable(constants.ENDPOINT) or error):
-        hub_problem = f"the hub has a name that does not resolve: offline? {flag} takes a folder"
+        hub_problem = (
+            f"the hub has a name that does not resolve: offline? {flag_name} takes a folder"
+        )
     effect_of_hf_hub_offline = (
         "reads its cache" if cache_is_empty else "does without what its cache lacks"
     )

@@ -1,7 +1,7 @@
-"""Computes matrix products in float32, rounds them, and views two-byte dtypes as uint16.
+"""Provides matrix products in float32, their rounding, and uint16 views of two-byte dtypes.
 
 Every matrix product of the model, outside of kernels, is computed by `einsum` or
-`einsum_of_parts`. The products accumulate in float32, and the caller rounds the result once. Arrays
+`einsum_of_parts`. These functions return float32, and their callers round the result once. Arrays
 of two-byte dtypes are viewed as uint16 while they are only moved and not computed with, because
 XLA for CPUs cannot move bfloat16 arrays efficiently (see `to_bits`).
 """
@@ -49,13 +49,15 @@ def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
         The sum of the products, float32.
     """
 
-    def rounded_product(x: Array, y: Array) -> Array:
+    def compute_rounded_product(x: Array, y: Array) -> Array:
         return jnp.einsum(equation, x, y, preferred_element_type=x.dtype).astype(jnp.float32)
 
-    multiply_in_float32 = partial(einsum, equation)
+    compute_unrounded_product = partial(einsum, equation)
     if x.dtype == jnp.float32:
-        return multiply_in_float32(x, y)
-    return lax.platform_dependent(x, y, cpu=multiply_in_float32, default=rounded_product)
+        return compute_unrounded_product(x, y)
+    return lax.platform_dependent(
+        x, y, cpu=compute_unrounded_product, default=compute_rounded_product
+    )
 
 
 def rounded(x: Array, dtype: Any) -> Array:

@@ -25,7 +25,7 @@ from activation_extraction.model.numerics import from_bits
 LOGICAL_AXES = {
     "D": "embed",
     "N": "heads",
-    "Q": "heads",  # twice the number of heads if each head has a query and a gate
+    "Q": "heads",  # size: the number of heads, or twice that if q_proj computes gates as well
     "K": "kv_heads",
     "H": "head_dim",
     "F": "mlp",
@@ -156,7 +156,7 @@ class StackedWeight(nn.Module):
             contains this layer alone.
         """
         if self.has_variable(STACKS, "weight"):
-            stack_variable: Any = self.get_variable(STACKS, "weight")
-            stack, layer_number = stack_variable
-            return from_bits(stack, self.dtype), layer_number
+            stack_and_layer_index: Any = self.get_variable(STACKS, "weight")
+            stack, layer_index_in_stack = stack_and_layer_index
+            return from_bits(stack, self.dtype), layer_index_in_stack
         return parameter(self, "weight", self.axis_letters)[None], jnp.int32(0)

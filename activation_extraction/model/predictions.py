@@ -63,15 +63,15 @@ def predictions(
     next_token_ids = jnp.roll(token_ids, -1, axis=1)
     head_weight = layout.constrain(head_weight, "head_vocab", "embed", unsplit_axis="fsdp")
 
-    def predictions_of_block(block: tuple[Array, Array]) -> dict[str, Array]:
-        hidden_states_of_block, next_token_ids_of_block = block
-        hidden_states_of_block = layout.constrain(
-            hidden_states_of_block, "batch", "sequence", "hidden"
+    def predictions_of_block(token_block: tuple[Array, Array]) -> dict[str, Array]:
+        hidden_states_of_token_block, next_token_ids_of_token_block = token_block
+        hidden_states_of_token_block = layout.constrain(
+            hidden_states_of_token_block, "batch", "sequence", "hidden"
         )
         logits = layout.constrain(
-            einsum("BTD,VD->BTV", hidden_states_of_block, head_weight), *LOGIT_AXES
+            einsum("BTD,VD->BTV", hidden_states_of_token_block, head_weight), *LOGIT_AXES
         )
-        return _from_logits(logits, next_token_ids_of_block, requested, top, dtype, layout)
+        return _from_logits(logits, next_token_ids_of_token_block, requested, top, dtype, layout)
 
     bits_by_prediction_name = in_blocks(
         predictions_of_block, (hidden, next_token_ids), TOKENS_OF_A_BLOCK, layout
@@ -83,9 +83,9 @@ def predictions(
     if "loss" in requested:
         # `_from_logits` stores the loss of a token at the position before the token. Therefore, the
         # next line moves all losses to the right by one position.
-        loss_at_token = jnp.roll(array_by_prediction_name["loss"], 1, axis=1)
+        losses_of_tokens = jnp.roll(array_by_prediction_name["loss"], 1, axis=1)
         array_by_prediction_name["loss"] = jnp.where(
-            positions[..., None] == 0, jnp.nan, loss_at_token
+            positions[..., None] == 0, jnp.nan, losses_of_tokens
         )
     return array_by_prediction_name
 
@@ -113,25 +113,29 @@ def _from_logits(
     """
     shifted_logits = logits - logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(shifted_logits)
-    exponential_sum = exponentials.sum(axis=-1, keepdims=True)
+    exponential_sums = exponentials.sum(axis=-1, keepdims=True)
     array_by_prediction_name: dict[str, Array] = {}
     if "logits" in requested:
         array_by_prediction_name["logits"] = to_bits(logits.astype(dtype))
     if "loss" in requested:
         next_token_mask = jnp.arange(logits.shape[-1]) == next_ids[..., None]
-        next_logit = jnp.where(next_token_mask, shifted_logits, 0).sum(axis=-1, keepdims=True)
-        array_by_prediction_name["loss"] = jnp.log(exponential_sum) - next_logit
+        shifted_logits_of_next_tokens = jnp.where(next_token_mask, shifted_logits, 0).sum(
+            axis=-1, keepdims=True
+        )
+        array_by_prediction_name["loss"] = jnp.log(exponential_sums) - shifted_logits_of_next_tokens
     if "entropy" in requested:
-        sum_of_weighted_logits = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
+        weighted_logit_sums = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
         array_by_prediction_name["entropy"] = (
-            jnp.log(exponential_sum) - sum_of_weighted_logits / exponential_sum
+            jnp.log(exponential_sums) - weighted_logit_sums / exponential_sums
         )
     if requested & {"top_ids", "top_logprobs"}:
-        top_logits, top_ids = largest(shifted_logits, top, layout)
+        top_shifted_logits, top_ids = largest(shifted_logits, top, layout)
         if "top_ids" in requested:
             array_by_prediction_name["top_ids"] = top_ids
         if "top_logprobs" in requested:
-            array_by_prediction_name["top_logprobs"] = top_logits - jnp.log(exponential_sum)
+            array_by_prediction_name["top_logprobs"] = top_shifted_logits - jnp.log(
+                exponential_sums
+            )
     return array_by_prediction_name
 
 
@@ -215,8 +219,9 @@ def in_blocks(
             x: The array, (B, T, ...).
 
         Returns:
-            The blocks, (num_blocks, B, block_length, ...). Values of two bytes are uint16 numbers
-            with the same bits.
+            The blocks, (num_blocks, B, block_length, ...). If x has a two-byte dtype such as
+            bfloat16, they are uint16 numbers with the same bits, because XLA for CPUs would convert
+            whole bfloat16 arrays to float32 (see `to_bits`). Otherwise they have the dtype of x.
         """
         num_padding_tokens = num_blocks * block_length - row_length
         x = jnp.pad(to_bits(x), [(0, 0), (0, num_padding_tokens), *[(0, 0)] * (x.ndim - 2)])

@@ -83,15 +83,21 @@ def released_config(name: str) -> dict[str, Any] | None:
     Returns:
         The fields by name. None if the table of released models (RELEASED) lacks the model.
     """
-    model_name = VARIANT.sub("", name.removeprefix("Qwen/"))
-    if model_name not in RELEASED:
+    model_name_without_variant = VARIANT.sub("", name.removeprefix("Qwen/"))
+    if model_name_without_variant not in RELEASED:
         return None
-    shared_fields, values_of_size_fields = RELEASED[model_name]
-    config_fields = shared_fields | dict(zip(SIZE_FIELDS, values_of_size_fields, strict=False))
-    if "num_experts" in config_fields:
-        config_fields["moe_intermediate_size"] = config_fields["intermediate_size"]
-    if "linear_num_value_heads" in config_fields:
+    value_by_field_shared_by_models, values_of_size_fields = RELEASED[model_name_without_variant]
+    value_by_config_field = value_by_field_shared_by_models | dict(
+        zip(SIZE_FIELDS, values_of_size_fields, strict=False)
+    )
+    if "num_experts" in value_by_config_field:
+        value_by_config_field["moe_intermediate_size"] = value_by_config_field["intermediate_size"]
+    if "linear_num_value_heads" in value_by_config_field:
         # If a model with a delta net has experts, its shared expert is as wide as the others. The
         # other models with a delta net ignore this field.
-        config_fields["shared_expert_intermediate_size"] = config_fields["intermediate_size"]
-    return config_fields | {"tie_word_embeddings": TIED.fullmatch(model_name) is not None}
+        value_by_config_field["shared_expert_intermediate_size"] = value_by_config_field[
+            "intermediate_size"
+        ]
+    return value_by_config_field | {
+        "tie_word_embeddings": TIED.fullmatch(model_name_without_variant) is not None
+    }

@@ -42,7 +42,7 @@ class Repository:
 
     Attributes:
         path: The path of a folder, a URL, or a name on the hub, as the user typed it.
-        kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
+        repository_kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
         flag_with_value: The flag and the path, such as "--model_path org/x", with which messages
             begin.
         is_local: Whether the repository is a folder on this machine.
@@ -69,7 +69,7 @@ class Repository:
                 or a revision is given for a folder or a URL.
         """
         self.path = path
-        self.kind = kind
+        self.repository_kind = kind
         self.flag_with_value = f"{kind.flag} {path}"
         local_folder = Path(os.path.expanduser(path))
         self.is_local = local_folder.is_dir()
@@ -80,13 +80,13 @@ class Repository:
             raise not_read.no_folder_and_no_hub_name(self.flag_with_value)
         if (self.is_local or is_url) and revision is not None:
             raise not_read.revision_of_a_folder(self.flag_with_value, revision)
-        self._files: RepositoryFiles
+        self._file_reader: RepositoryFiles
         if self.is_local:
-            self._files = LocalFiles(local_folder)
+            self._file_reader = LocalFiles(local_folder)
         elif is_url:
-            self._files = RemoteFiles(path, self.flag_with_value, kind.flag)
+            self._file_reader = RemoteFiles(path, self.flag_with_value, kind.flag)
         else:
-            self._files = HubFiles(path, revision, keep, kind)
+            self._file_reader = HubFiles(path, revision, keep, kind)
         # Name of a weight file -> the opened file.
         self._weight_file_by_name: dict[str, WeightFile] = {}
 
@@ -101,13 +101,13 @@ class Repository:
             InputError: If the configuration file of this kind of repository is missing, for example
                 because the repository was given as a model but contains an adapter.
         """
-        self.file(self.kind.config_file_name)
-        return self._files.git_commit
+        self.file(self.repository_kind.config_file_name)
+        return self._file_reader.git_commit
 
     @property
     def file_names(self) -> Collection[str]:
         """The names of all files, or of the files in the hub's cache if the hub is unreachable."""
-        return self._files.file_names
+        return self._file_reader.file_names
 
     @property
     def weight_files(self) -> list[WeightFile]:
@@ -123,7 +123,7 @@ class Repository:
         Returns:
             The path; None if the repository lacks the file.
         """
-        return self._files.find(name)
+        return self._file_reader.find(name)
 
     def file(self, name: str) -> Path:
         """Returns the local path of a small file, which is downloaded if necessary.
@@ -140,7 +140,7 @@ class Repository:
             return local_path
         if name == MODEL.config_file_name and self.find(ADAPTER.config_file_name):
             raise self.adapter_error()
-        raise not_read.lacks_file(self.flag_with_value, name, self._files.is_offline)
+        raise not_read.lacks_file(self.flag_with_value, name, self._file_reader.is_offline)
 
     def tokenizer_files(self) -> list[Path]:
         """Returns the local paths of the tokeniser's files that the repository contains.
@@ -164,18 +164,21 @@ class Repository:
             InputError: If the repository lacks the file.
         """
         if name not in self._weight_file_by_name:
-            repository_files = self._files
+            file_reader = self._file_reader
             if (
-                name == self.kind.weights_file_name
-                and name not in repository_files.file_names
-                and not repository_files.is_offline
+                name == self.repository_kind.weights_file_name
+                and name not in file_reader.file_names
+                and not file_reader.is_offline
             ):
                 raise not_read.no_weights(
-                    self.flag_with_value, name, self.kind.description, repository_files.file_names
+                    self.flag_with_value,
+                    name,
+                    self.repository_kind.description,
+                    file_reader.file_names,
                 )
-            weight_file = repository_files.open_weights(name)
+            weight_file = file_reader.open_weights(name)
             if weight_file is None:
-                raise not_read.lacks_file(self.flag_with_value, name, repository_files.is_offline)
+                raise not_read.lacks_file(self.flag_with_value, name, file_reader.is_offline)
             self._weight_file_by_name[name] = weight_file
         return self._weight_file_by_name[name]
 

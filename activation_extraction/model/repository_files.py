@@ -129,17 +129,19 @@ class RemoteFiles:
     git_commit = None
     is_offline = False
 
-    def __init__(self, url: str, flag_with_value: str, flag: str) -> None:
+    def __init__(self, url: str, flag_with_value: str, flag_name: str) -> None:
         """Stores the URL, without sending a request.
 
         Args:
             url: A URL that fsspec supports.
-            flag_with_value: The flag and its value, for messages.
-            flag: The flag without its value, for messages that contain the URL anyway.
+            flag_with_value: The flag that gives the URL, and the URL, such as
+                "--model_path gs://bucket/qwen", for error messages.
+            flag_name: The name of this flag, such as "--model_path", for error messages that
+                already contain the URL.
         """
         self._url = url
         self._flag_with_value = flag_with_value
-        self._flag = flag
+        self._flag_name = flag_name
         self._copy_by_file_name: dict[str, Path | None] = {}
 
     @property
@@ -206,7 +208,7 @@ class RemoteFiles:
         try:
             return SourceFolder(self._url)
         except (FolderError, InputError) as error:
-            raise InputError(f"{self._flag} {error}") from error
+            raise InputError(f"{self._flag_name} {error}") from error
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -215,5 +217,5 @@ class RemoteFiles:
             return self._folder.files()
         except FolderError as error:
             if error.is_permanent:
-                raise InputError(f"{self._flag} {error}") from error
+                raise InputError(f"{self._flag_name} {error}") from error
             raise

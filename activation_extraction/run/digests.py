@@ -60,7 +60,7 @@ def content_digest(repository: Repository) -> str:
             _weight_fingerprint(weight_file, thread_pool) for weight_file in repository.weight_files
         )
     digest_lines = [
-        digest_files([repository.file(repository.kind.config_file_name)]),
+        digest_files([repository.file(repository.repository_kind.config_file_name)]),
         *fingerprints,
     ]
     return hashlib.sha256("\n".join(digest_lines).encode()).hexdigest()
