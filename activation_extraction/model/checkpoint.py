@@ -136,18 +136,20 @@ class Checkpoint(Repository):
         Raises:
             InputError: If the tensor is missing.
         """
-        name_in_file = self.tensors.get(tensor)
-        if name_in_file is None:
+        tensor_name_in_checkpoint = self.tensors.get(tensor)
+        if tensor_name_in_checkpoint is None:
             raise InputError(f"{self.flag_with_value}: tensor {tensor} is missing")
-        weight_file = self.open_weights((self._file_of_tensor or {}).get(name_in_file, SINGLE_FILE))
-        if name_in_file not in weight_file.tensors:
-            actual_name_in_file = tensors_of_language_model(
+        weight_file = self.open_weights(
+            (self._file_of_tensor or {}).get(tensor_name_in_checkpoint, SINGLE_FILE)
+        )
+        if tensor_name_in_checkpoint not in weight_file.tensors:
+            tensor_name_in_file = tensors_of_language_model(
                 weight_file.tensors, weight_file.location
             ).get(tensor)
             raise not_read.tensor_not_in_file(
-                weight_file.location, name_in_file, actual_name_in_file
+                weight_file.location, tensor_name_in_checkpoint, tensor_name_in_file
             )
-        return weight_file, weight_file.tensors[name_in_file]
+        return weight_file, weight_file.tensors[tensor_name_in_checkpoint]
 
     def read(self, tensor: str, index: Index, dtype: Any = np.float32) -> np.ndarray:
         """Reads a part of a tensor, with the adapter merged into it if there is one.

@@ -42,7 +42,8 @@ CACHE_WARNING = "Error (reading|writing) persistent compilation cache"
 def compile_with_options(lowered: Any, platform: str, **options: Any) -> Any:
     """Compiles a lowered program with the options in COMPILER_OPTIONS.
 
-    If the compiler does not know one of the options, logs a warning and compiles with the defaults.
+    If the compiler does not know one of these options or of `options`, the function logs a warning
+    and compiles the program with the compiler's defaults, without any of the options.
 
     Args:
         lowered: The program, as `jax.jit(...).lower(...)` returns it.

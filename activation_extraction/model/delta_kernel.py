@@ -14,8 +14,9 @@ holds the two chunks one above the other instead, (2C, ...).
 Products of float32 have the precision HIGHEST: each operand is the sum of three arrays in bfloat16,
 and the six largest of their nine products are added up. With only three products, the errors of
 a chunk's solution would be 15 to 50 times as large. The six products are computed as one product
-whose summed axis is six times as long, because the summed axis of a single one, with C = 64
-elements, would fill only half of a matrix unit with its 128 rows (in v6e, a quarter of 256 rows).
+whose summed axis is six times as long. The summed axis of each of the six products has C = 64
+elements, while a matrix unit has 128 rows (256 in v6e). So a product on its own would leave half of
+the rows idle (three quarters in v6e).
 
 Queries and keys in bfloat16 are normalised after they are multiplied, because normalised values
 would not be exact in bfloat16. So multiplying queries with keys takes a single product of bfloat16
@@ -73,40 +74,45 @@ def pallas_delta_rule(
     Returns:
         The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRuleFunction`.
     """
-    row_count, row_length, key_head_count, value_heads_per_key, value_size = v.shape
-    key_size = k.shape[-1]
+    row_count, row_length, key_head_count, value_heads_per_key_head, value_head_dim = v.shape
+    key_head_dim = k.shape[-1]
     segment_start_mask = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
     log_decay = jnp.where(
         segment_start_mask[..., None, None], FORGETS, log_decay.astype(jnp.float32)
     )
-    decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
-    decays_and_betas = jnp.moveaxis(
-        _whole_blocks(decays_and_betas), 1, 3
-    )  # shape (rows, key heads, 2G, T), with G value heads for each key head
+    log_decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
+    # The shape becomes (B, K, 2G, T). For each key head, the first G entries are the log decays of
+    # its value heads, and the other G entries are the betas.
+    log_decays_and_betas = jnp.moveaxis(_whole_blocks(log_decays_and_betas), 1, 3)
     # The shapes are q (B, K, T, D), k (B, K, T, D) and v (B, K, G, T, U).
     qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
     # The kernel runs once for each row b, key head k and block of tokens n.
-    key_block_spec = pl.BlockSpec((None, None, TWO_CHUNKS, key_size), lambda b, k, n: (b, k, n, 0))
+    key_block_spec = pl.BlockSpec(
+        (None, None, TWO_CHUNKS, key_head_dim), lambda b, k, n: (b, k, n, 0)
+    )
     value_block_spec = pl.BlockSpec(
-        (None, None, value_heads_per_key, TWO_CHUNKS, value_size), lambda b, k, n: (b, k, 0, n, 0)
+        (None, None, value_heads_per_key_head, TWO_CHUNKS, value_head_dim),
+        lambda b, k, n: (b, k, 0, n, 0),
     )
     gate_block_spec = pl.BlockSpec(
-        (None, None, 2 * value_heads_per_key, TWO_CHUNKS), lambda b, k, n: (b, k, 0, n)
+        (None, None, 2 * value_heads_per_key_head, TWO_CHUNKS), lambda b, k, n: (b, k, 0, n)
     )
     heads_first_output = pl.pallas_call(
         _compute_block,
-        grid=(row_count, key_head_count, decays_and_betas.shape[-1] // TWO_CHUNKS),
+        grid=(row_count, key_head_count, log_decays_and_betas.shape[-1] // TWO_CHUNKS),
         in_specs=[key_block_spec, key_block_spec, value_block_spec, gate_block_spec],
         out_specs=value_block_spec,
         out_shape=jax.ShapeDtypeStruct(qkv_heads_first[2].shape, v.dtype),
-        scratch_shapes=[pltpu.VMEM((key_size, value_heads_per_key * value_size), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM((key_head_dim, value_heads_per_key_head * value_head_dim), jnp.float32)
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name="gated_delta_rule",
-    )(*qkv_heads_first, decays_and_betas)
+    )(*qkv_heads_first, log_decays_and_betas)
     return jnp.moveaxis(heads_first_output, -2, 1)[:, :row_length]
 
 
@@ -118,26 +124,34 @@ def _whole_blocks(x: Array) -> Array:
 def _compute_block(
     q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, state: Any
 ) -> None:
-    """Computes the outputs of a block of 2C tokens, and the state after them.
+    """Computes the outputs of a block of 2C tokens, and the state S after the block.
 
-    Each chunk computes, for all value heads at once:
+    The block consists of two chunks of C tokens, which are computed one after the other. For all
+    value heads of the key head at once, these formulas are computed for a chunk:
 
         update = inverse (beta (v - since k S))
         o      = since q S + within update
+        S     <- total S + k^T (until update)
 
     The names in these formulas are:
 
+        S        the state before the chunk, (D, U) for each value head
         update   the update vector of each token: the token adds the outer product of its key and
                  this vector to S
         o        the outputs
         q, k, v  the queries and keys, both normalised, and the values
         beta     the rate with which each token changes S
         since    the decay of S from the beginning of the chunk to each token
-        inverse  the inverse of the matrix of the chunk's system of equations
-        within   the factor of each token's vector in the output of this or a later token
+        until    the decay of S from each token to the end of the chunk
+        total    the decay of S from the beginning to the end of the chunk
+        inverse  the inverse of a matrix (C, C), which is 1 on its diagonal and 0 above it. Below
+                 the diagonal, the entry in row I and column J is the product of the keys of tokens
+                 I and J, times the decay of S from token J to token I, times beta of token I.
+        within   a matrix (C, C), which is 0 above its diagonal. The other entries in row I and
+                 column J are the factors of token J's update vector in the output of token I.
 
-    `_prepare` and `_step` of delta_net.py compute the same values, but solve the system before S is
-    known.
+    `_prepare` and `_step` of delta_net.py compute the same values in another order: for all chunks,
+    `_prepare` multiplies `inverse` by (beta v) and by (beta since k) before S is known.
 
     Letters: C tokens of a chunk, G value heads, D key size, U value size.
 
@@ -171,11 +185,11 @@ def _compute_block(
     query_key_products *= _side_by_side(q_scale)
     # The log decays and the rates (betas) of the tokens, (tokens of two chunks, value heads) each.
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)
-    head_count, _, value_size = v_ref.shape
+    head_count, _, value_head_dim = v_ref.shape
     # The following lists have one element for each value head. An element of
     # `decays_since_chunk_begin_of_heads` is a list of two arrays, one for each chunk.
     inverse_matrices_of_heads = []
-    output_factors_of_heads = []
+    decayed_query_key_products_of_heads = []
     decays_since_chunk_begin_of_heads = []
     decays_until_chunk_end_of_heads = []
     for head_number in range(head_count):
@@ -184,7 +198,7 @@ def _compute_block(
         inverse_matrices_of_heads.append(
             _inverse(scaled_betas * key_products * decays_between_tokens)
         )
-        output_factors_of_heads.append(query_key_products * decays_between_tokens)
+        decayed_query_key_products_of_heads.append(query_key_products * decays_between_tokens)
         decays_since_chunk_begin_of_heads.append(decays_since_chunk_begin)
         decay_until_chunk_end = decays_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
         decays_until_chunk_end_of_heads.append(k_scale * decay_until_chunk_end)
@@ -217,11 +231,13 @@ def _compute_block(
                 chunk_decays_of_heads[head_number] * query_state_products_of_heads[head_number]
             )
             head_output += _product(
-                "IJ,JU->IU", output_factors_of_heads[head_number][:, token_slice], update_vectors
+                "IJ,JU->IU",
+                decayed_query_key_products_of_heads[head_number][:, token_slice],
+                update_vectors,
             )
             out_ref[head_number, token_slice] = head_output.astype(out_ref.dtype)
         state_decays_of_heads = [
-            jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays_of_heads
+            jnp.broadcast_to(decay[-1:], (1, value_head_dim)) for decay in chunk_decays_of_heads
         ]
         decayed_vectors_of_heads = [
             decays_until_chunk_end_of_heads[head_number][token_slice]
@@ -256,10 +272,10 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     right_summands = []
     # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j]. Adding the
     # smallest numbers first loses the fewest bits, so the products with i + j = 2 come first.
-    for sum_of_indices in (2, 1, 0):
-        for x_index, x_summand in enumerate(x_summands[: sum_of_indices + 1]):
+    for sum_of_summand_indices in (2, 1, 0):
+        for x_index, x_summand in enumerate(x_summands[: sum_of_summand_indices + 1]):
             left_summands.append(x_summand)
-            right_summands.append(y_summands[sum_of_indices - x_index])
+            right_summands.append(y_summands[sum_of_summand_indices - x_index])
     # The sum is over the first axis of y, whose letter is equation[3], such as D in "CD,DU->CU".
     # This is the number of the axis of x with the same letter.
     summed_axis_number = equation.index(equation[3])
@@ -297,11 +313,11 @@ def _indices() -> tuple[Array, Array, Array]:
             CHUNK for the second.
     """
     row_indices = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
-    column_indices_side_by_side = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
+    column_indices_of_both_matrices = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
     return (
         row_indices,
-        column_indices_side_by_side & (CHUNK - 1),
-        column_indices_side_by_side & CHUNK,
+        column_indices_of_both_matrices & (CHUNK - 1),
+        column_indices_of_both_matrices & CHUNK,
     )
 
 
@@ -358,11 +374,14 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
             0,
         )
         num_summed_rows *= 2
-    # Row i of a chunk's first column is now the sum of the log decays of the chunk's tokens 1 to i.
-    # The log decay of token 0 completes the sum since the beginning of the chunk.
+    # In the first column of each chunk in `log_decay_between_tokens`, row i is now the sum of the
+    # log decays of tokens 1 to i of the chunk. Adding the log decay of token 0, which is in row 0
+    # of `log_decay`, makes it the sum since the beginning of the chunk. The other columns of the
+    # result are not used.
     log_decay_since_chunk_begin = log_decay_between_tokens + log_decay[:1]
     decays_since_begin_of_chunks = [
-        jnp.exp(log_decay_since_chunk_begin[:, first_column, None]) for first_column in (0, CHUNK)
+        jnp.exp(log_decay_since_chunk_begin[:, first_column_of_chunk, None])
+        for first_column_of_chunk in (0, CHUNK)
     ]
     return jnp.where(
         row_indices >= column_indices, jnp.exp(log_decay_between_tokens), 0
@@ -372,9 +391,10 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
 def _inverse(matrices: Array) -> Array:
     """Inverts two lower triangular matrices side by side, whose diagonals are 1.
 
-    First, blocks of SUBLANES rows and columns along the diagonals are inverted token by token. Then
-    every two neighbouring blocks are joined to one, as in `_inverse` of delta_net.py, until one
-    block is left. When two blocks are joined, only the rows of the second one change.
+    First, blocks of SUBLANES rows and columns along the diagonals are inverted by forward
+    substitution, one column after the other. Then every two neighbouring blocks on a diagonal are
+    joined to one, as in `_inverse` of delta_net.py, until one block is left for each matrix. When
+    two blocks are joined, only the rows of the second block change.
 
     Letters: C tokens of a chunk.
 
@@ -415,9 +435,9 @@ def _inverse(matrices: Array) -> Array:
             row_indices & block_size > column_indices & block_size
         )
         even_blocks, odd_blocks = _alternate_blocks(inverse_matrices, block_size)
-        lower_left_values = jnp.where(lower_left_mask, matrices, 0)
+        lower_left_blocks = jnp.where(lower_left_mask, matrices, 0)
         odd_blocks_times_lower_left = _product(
-            "IC,CJ->IJ", odd_blocks, _block_diagonal(lower_left_values)
+            "IC,CJ->IJ", odd_blocks, _block_diagonal(lower_left_blocks)
         )
         odd_blocks -= _product(
             "IC,CJ->IJ", odd_blocks_times_lower_left, _block_diagonal(inverse_matrices)

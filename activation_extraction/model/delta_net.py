@@ -49,12 +49,15 @@ EPSILON = 1e-6
 KEY_AXES = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUE_AXES = *KEY_AXES, "head_dim"  # logical axes of values
 
-# A function that computes the gated delta rule. It maps (q, k, v, log_decay, beta, segment_ids) to
-# the outputs o, (B, T, K, G, U) in the dtype of v:
+# A function that computes the gated delta rule (see the docstring of this module). There are K key
+# heads with queries and keys of size D, and each key head has G value heads with values of size U.
+# The function maps (q, k, v, log_decay, beta, segment_ids) to the outputs o, (B, T, K, G, U) in the
+# dtype of v:
 #   q, k         the queries and keys, (B, T, K, D), which the function normalises
 #   v            the values, (B, T, K, G, U)
-#   log_decay    the log decays, (B, T, K, G) float32, at most 0
-#   beta         the rates, (B, T, K, G) float32
+#   log_decay    the logarithm of the factor by which each token first multiplies the state,
+#                (B, T, K, G) float32, at most 0
+#   beta         the rate with which each token changes the state, (B, T, K, G) float32
 #   segment_ids  the segment of each token, (B, T) int32. The tokens of a segment are consecutive,
 #                and the segments of a row have different numbers. Padding comes last, with the
 #                number 0.
@@ -94,8 +97,8 @@ class GatedDeltaNet(nn.Module):
         # The weight of the norm. The attribute must be called `norm`, because this is the name in
         # checkpoints.
         self.norm = make_weight("Z")
-        # The weight has one axis O for all values, because TPUs would copy a weight of the shape
-        # (D, J, G, Z) in each step.
+        # The axis O of the weight joins the axes J, G and Z of the outputs of all value heads,
+        # because TPUs would copy a weight of the shape (D, J, G, Z) in each step.
         self.out_proj = make_linear("O->D", has_split_inputs=self.layout.adds_up_parts)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Intermediates]:
@@ -191,14 +194,13 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     # HBM in float32.
     weighted_sum = x.astype(jnp.float32) * weight[..., -1]
     for tap_distance in range(1, tap_count):
-        earlier_token_in_segment_mask = _shifted(segment_ids, tap_distance) == segment_ids
-        earlier_value_in_segment_mask = jnp.expand_dims(
-            earlier_token_in_segment_mask, range(2, x.ndim)
+        earlier_token_in_segment_mask = jnp.expand_dims(
+            _shifted(segment_ids, tap_distance) == segment_ids, range(2, x.ndim)
         )
-        earlier_values = jnp.where(
-            earlier_value_in_segment_mask, _shifted(x, tap_distance), 0
+        earlier_inputs = jnp.where(
+            earlier_token_in_segment_mask, _shifted(x, tap_distance), 0
         ).astype(jnp.float32)
-        weighted_sum += earlier_values * weight[..., -1 - tap_distance]
+        weighted_sum += earlier_inputs * weight[..., -1 - tap_distance]
     return jax.nn.silu(weighted_sum)
 
 
@@ -253,20 +255,22 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     *float_arrays, segment_ids = map(np.asarray, arrays)
     q, k, v, log_decay, beta = (x.astype(np.float64) for x in float_arrays)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
-    row_count, row_length, key_head_count, value_heads_per_key, value_size = v.shape
+    row_count, row_length, key_head_count, value_heads_per_key_head, value_head_dim = v.shape
     # The state S of every value head, (B, K, G, D, U).
-    state = np.zeros((row_count, key_head_count, value_heads_per_key, k.shape[-1], value_size))
+    state = np.zeros(
+        (row_count, key_head_count, value_heads_per_key_head, k.shape[-1], value_head_dim)
+    )
     token_outputs = []
-    segment_of_previous_token = np.zeros(row_count)
+    segment_ids_before_t = np.zeros(row_count)
     for t in range(row_length):
-        segment_of_token = segment_ids[:, t]
-        continues_segment = (segment_of_token == segment_of_previous_token)[:, None, None]
-        state_decay = np.where(continues_segment, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
+        segment_ids_at_t = segment_ids[:, t]
+        same_segment_mask = (segment_ids_at_t == segment_ids_before_t)[:, None, None]
+        state_decay = np.where(same_segment_mask, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
         state *= state_decay[..., None, None]
         value_differences = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
         state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], value_differences)
         token_outputs.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
-        segment_of_previous_token = segment_of_token
+        segment_ids_before_t = segment_ids_at_t
     return np.stack(token_outputs, axis=1)
 
 
@@ -291,12 +295,20 @@ def gated_delta_rule(
     output_dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
-    values_of_each_token = q, k, v, log_decay[..., None], beta[..., None]
-    chunks = _prepare(*map(_in_chunks, (*values_of_each_token, segment_ids[..., None])))
-    initial_state = jnp.zeros(
-        (*chunks.update_vectors_from_zero_state.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
+    arrays_with_token_axis = (
+        q,
+        k,
+        v,
+        log_decay[..., None],
+        beta[..., None],
+        segment_ids[..., None],
     )
-    _, chunk_outputs = lax.scan(_step, initial_state, chunks)
+    prepared_chunks = _prepare(*map(_in_chunks, arrays_with_token_axis))
+    initial_state = jnp.zeros(
+        (*prepared_chunks.update_vectors_from_zero_state.shape[1:4], k.shape[-1], v.shape[-1]),
+        jnp.float32,
+    )
+    _, chunk_outputs = lax.scan(_step, initial_state, prepared_chunks)
     chunk_outputs = jnp.moveaxis(chunk_outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
     return chunk_outputs.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(output_dtype)
 
@@ -351,7 +363,7 @@ class _Chunks(NamedTuple):
             (N, B, K, G, 2 * C, D). The products of the first C rows are subtracted from
             `update_vectors_from_zero_state`, which gives the update vectors. The products of the
             other C rows are added to the outputs.
-        output_factors: The factor of token J's update vector in the output of token I,
+        decayed_query_key_products: The factor of token J's update vector in the output of token I,
             (N, B, K, G, I, J).
         decayed_keys: The key of each token, multiplied by the decay from this token to the end of
             the chunk, (N, B, K, G, C, D).
@@ -360,13 +372,13 @@ class _Chunks(NamedTuple):
 
     update_vectors_from_zero_state: Array
     rows_to_multiply_by_state: Array
-    output_factors: Array
+    decayed_query_key_products: Array
     decayed_keys: Array
     state_decay: Array
 
 
 def _prepare(
-    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segments: Array
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segment_ids: Array
 ) -> _Chunks:
     """Computes, for all chunks at once, the arrays that do not depend on the state S.
 
@@ -382,27 +394,29 @@ def _prepare(
         log_decay: The logarithm of the factor by which S decays at each token,
             (N, B, K, G, C, 1).
         beta: The rate with which each token changes S, (N, B, K, G, C, 1).
-        segments: The segment of each token, (N, B, C, 1) int32; 0 for padding.
+        segment_ids: The segment of each token, (N, B, C, 1) int32; 0 for padding.
 
     Returns:
         The fields of `_Chunks`, each an array whose first axis has the N chunks.
     """
-    decays_between_tokens, decay_since_chunk_begin = _decays(log_decay, segments)
+    decays_between_tokens, decay_since_chunk_begin = _decays(log_decay, segment_ids)
     key_key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
     query_key_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
     q, k = q[:, :, :, None], k[:, :, :, None]
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
     inverses = _inverse(beta * key_key_products * decays_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
-    # `correction_keys` contains a row for each token. With the state S before the chunk, the update
-    # vectors of the tokens are update_vectors_from_zero_state - correction_keys @ S.
-    update_vectors_from_zero_state, correction_keys = jnp.split(solution, [v.shape[-1]], axis=-1)
+    # `state_correction_keys` contains a row for each token. With the state S before the chunk, the
+    # update vectors of the tokens are update_vectors_from_zero_state - state_correction_keys @ S.
+    update_vectors_from_zero_state, state_correction_keys = jnp.split(
+        solution, [v.shape[-1]], axis=-1
+    )
     return _Chunks(
         update_vectors_from_zero_state=update_vectors_from_zero_state,
         rows_to_multiply_by_state=jnp.concatenate(
-            [correction_keys, decay_since_chunk_begin * q], axis=-2
+            [state_correction_keys, decay_since_chunk_begin * q], axis=-2
         ),
-        output_factors=query_key_products * decays_between_tokens,
+        decayed_query_key_products=query_key_products * decays_between_tokens,
         decayed_keys=decays_between_tokens[..., -1:, :].mT * k,
         state_decay=decay_since_chunk_begin[..., -1:, :],
     )
@@ -435,25 +449,26 @@ def _inverse(matrices: Array) -> Array:
     for log2_block_size in range(CHUNK.bit_length() - 1):
         block_numbers = token_indices_in_chunk >> log2_block_size
         joined_block_numbers = token_indices_in_chunk >> (log2_block_size + 1)
-        joined_block_mask = joined_block_numbers[:, None] == joined_block_numbers
+        same_joined_block_mask = joined_block_numbers[:, None] == joined_block_numbers
         lower_block_mask = block_numbers[:, None] > block_numbers
-        lower_left_values = jnp.where(joined_block_mask & lower_block_mask, matrices, 0)
+        lower_left_blocks = jnp.where(same_joined_block_mask & lower_block_mask, matrices, 0)
         # At first, each block on the diagonal is a single 1, and so is its inverse. Multiplying
-        # `lower_left_values` by the inverses from both sides would not change the values.
+        # `lower_left_blocks` by the inverses from both sides would not change the values.
         if log2_block_size > 0:
-            lower_left_values = multiply_matrices(
-                multiply_matrices(block_inverses, lower_left_values), block_inverses
+            lower_left_blocks = multiply_matrices(
+                multiply_matrices(block_inverses, lower_left_blocks), block_inverses
             )
-        block_inverses = block_inverses - lower_left_values
+        block_inverses = block_inverses - lower_left_blocks
     return block_inverses
 
 
-def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
+def _decays(log_decay: Array, segment_ids: Array) -> tuple[Array, Array]:
     """Returns the decay of the state S between tokens of a chunk, and since the chunk's beginning.
 
-    The gated delta rule keeps a matrix S for each value head, which decays at every token. The
-    function only adds log decays, which all have the same sign. So a token that erases S, with a
-    very negative log decay, does not harm the precision of the decays of later tokens.
+    The gated delta rule keeps a matrix S for each value head, which decays at every token. For each
+    pair of tokens, the function adds up the log decays of all tokens after the first one of them,
+    up to the second one. It does not subtract cumulative sums, because their differences would lose
+    their precision after a token that erases S, whose log decay is very negative.
 
     Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk. The letters
     I and J also stand for the tokens of a chunk, in arrays with an entry for each pair of tokens.
@@ -461,7 +476,7 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     Args:
         log_decay: The logarithm of the factor by which S decays at each token,
             (N, B, K, G, C, 1) float32, at most 0.
-        segments: The segment of each token, (N, B, C, 1) int32; 0 for padding.
+        segment_ids: The segment of each token, (N, B, C, 1) int32; 0 for padding.
 
     Returns:
         A tuple of:
@@ -470,24 +485,24 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
             The fraction of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is
                 0 if the token's segment begins in the chunk.
     """
-    segment_of_token = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
-    # The segment of the last token of each chunk, without the last chunk of a row.
-    last_segment_of_chunk = segment_of_token[:-1, ..., -1:, :]
+    segment_ids_of_tokens = segment_ids[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
+    # The segment of the last token of each chunk, except the last chunk of a row.
+    last_segment_ids_of_earlier_chunks = segment_ids_of_tokens[:-1, ..., -1:, :]
     # The segment of the last token before each chunk; -1 before the first chunk.
-    segment_before_chunk = jnp.pad(
-        last_segment_of_chunk, [(1, 0), *[(0, 0)] * 5], constant_values=-1
+    segment_ids_before_chunks = jnp.pad(
+        last_segment_ids_of_earlier_chunks, [(1, 0), *[(0, 0)] * 5], constant_values=-1
     )
     # Whether token I of a chunk sees token J of the same chunk, (N chunks, B, 1, 1, I, J).
-    sees_token = jnp.tril(segment_of_token == segment_of_token.mT)
+    visible_token_mask = jnp.tril(segment_ids_of_tokens == segment_ids_of_tokens.mT)
     # A matrix (I, C), which is 1 where token C is token I or an earlier token, and 0 elsewhere.
     same_or_earlier_token_mask = jnp.tri(CHUNK)
     log_decay_between_tokens = einsum(
         "IC,NBKGCJ->NBKGIJ", same_or_earlier_token_mask, log_decay * jnp.tri(CHUNK, k=-1)
     )
     log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", same_or_earlier_token_mask, log_decay)
-    decays_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
+    decays_between_tokens = jnp.where(visible_token_mask, jnp.exp(log_decay_between_tokens), 0)
     decay_since_chunk_begin = jnp.where(
-        segment_of_token == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0
+        segment_ids_of_tokens == segment_ids_before_chunks, jnp.exp(log_decay_since_chunk_begin), 0
     )
     return decays_between_tokens, decay_since_chunk_begin
 
@@ -513,7 +528,7 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
     corrections_of_update_vectors, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
     update_vectors = chunk.update_vectors_from_zero_state - corrections_of_update_vectors
     token_outputs = outputs_from_state + einsum(
-        "BKGIJ,BKGJU->BKGIU", chunk.output_factors, update_vectors
+        "BKGIJ,BKGJU->BKGIU", chunk.decayed_query_key_products, update_vectors
     )
     state = chunk.state_decay * state
     state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, update_vectors)

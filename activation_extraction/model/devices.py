@@ -93,8 +93,8 @@ def leave_out_absent_tpu() -> None:
     """
     has_tpu = any(map(glob.glob, TPU_FILES)) or any(map(os.environ.get, TPU_VARIABLES))
     has_gpu_support = find_spec("jax_plugins") is not None
-    chosen_platforms = jax.config.values["jax_platforms"]
-    may_use_accelerator = has_tpu or has_gpu_support or chosen_platforms
+    jax_platforms_setting = jax.config.values["jax_platforms"]
+    may_use_accelerator = has_tpu or has_gpu_support or jax_platforms_setting
     if find_spec("libtpu") is not None and not may_use_accelerator:
         log.info("libtpu is installed, but this machine shows no TPU: the CPU computes")
         jax.config.update("jax_platforms", "cpu")
@@ -134,9 +134,9 @@ def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:
 
 def chip_of(device: Any) -> Chip | None:
     """Returns the `Chip` of a device; None for a CPU or a device of an unknown kind."""
-    for name_part, chip in CHIPS.items():
+    for name_part, chip_specification in CHIPS.items():
         if name_part in device.device_kind:
-            return chip
+            return chip_specification
     return None
 
 
@@ -172,8 +172,8 @@ def memory_of(device: Any) -> float | None:
         memory_statistics = {}
     if memory_statistics.get("bytes_limit"):
         return memory_statistics["bytes_limit"]
-    chip = chip_of(device)
-    return None if chip is None else chip.memory_bytes
+    chip_specification = chip_of(device)
+    return None if chip_specification is None else chip_specification.memory_bytes
 
 
 def peak_flops(devices: int) -> float | None:
@@ -185,8 +185,10 @@ def peak_flops(devices: int) -> float | None:
     Args:
         devices: The number of devices.
     """
-    chip = chip_of(jax.local_devices()[0])
-    return None if chip is None else chip.flops_per_second * devices
+    chip_specification = chip_of(jax.local_devices()[0])
+    if chip_specification is None:
+        return None
+    return chip_specification.flops_per_second * devices
 
 
 @contextmanager
