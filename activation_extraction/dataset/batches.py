@@ -107,20 +107,21 @@ class Batches(Iterator[T]):
         self._loader_worker_number_and_num_workers: tuple[int, int] | None = None
         # Whether a loop over `torch()` has begun since `restore`.
         self._has_torch_loop_begun = False
-        # Iterator over the windows after `_current_window`; None until a batch is read.
-        self._following_windows: Generator[Window, None, None] | None = None
+        # Iterator over the windows after `_current_window`. None until a batch is read, and after
+        # `close`.
+        self._window_iterator: Generator[Window, None, None] | None = None
         # Window from which the next batch is cut; None if this window is not filled yet.
         self._current_window: Window | None = None
         # One byte of memory, which forked workers of a DataLoader share. The byte is 1 if workers
         # have read batches since `restore`, otherwise 0. None until `torch` is called.
-        self._shared_workers_read_byte: mmap.mmap | None = None
+        self._shared_worker_activity_byte: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
-            "_following_windows": None,
+            "_window_iterator": None,
             "_current_window": None,
-            "_shared_workers_read_byte": None,
+            "_shared_worker_activity_byte": None,
         }
 
     def state(self) -> dict[str, Any]:
@@ -138,8 +139,8 @@ class Batches(Iterator[T]):
         """
         if (
             _loader_worker_number_and_num_workers() is None
-            and self._shared_workers_read_byte
-            and self._shared_workers_read_byte[0]
+            and self._shared_worker_activity_byte
+            and self._shared_worker_activity_byte[0]
         ):
             raise ValueError(
                 "workers of a DataLoader have read these batches, and only they know where they "
@@ -182,10 +183,10 @@ class Batches(Iterator[T]):
         self._loader_worker_number_and_num_workers = _loader_worker_number_and_num_workers()
         self._has_torch_loop_begun = False
         if (
-            self._shared_workers_read_byte is not None
+            self._shared_worker_activity_byte is not None
             and _loader_worker_number_and_num_workers() is None
         ):
-            self._shared_workers_read_byte[0] = 0
+            self._shared_worker_activity_byte[0] = 0
 
     def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
@@ -207,27 +208,27 @@ class Batches(Iterator[T]):
             token_source.fingerprint for token_source in self._token_sources
         )
         data_digest = hashlib.sha256(joined_fingerprints.encode()).hexdigest()
-        settings_of_first_run, *settings_of_other_runs = (
+        option_dicts_of_runs = [
             token_source.options.setting for token_source in self._token_sources
-        )
-        settings = {
+        ]
+        value_by_setting_name = {
             "data": data_digest,
-            **settings_of_first_run,
-            "others": settings_of_other_runs,
+            **option_dicts_of_runs[0],
+            "others": option_dicts_of_runs[1:],
             "part": loader_worker_number,
             "parts": num_loader_workers,
         }
-        json_settings: dict[str, Any] = json.loads(json.dumps(settings))
-        return json_settings
+        json_value_by_setting_name: dict[str, Any] = json.loads(json.dumps(value_by_setting_name))
+        return json_value_by_setting_name
 
     def close(self) -> None:
         """Stops reading ahead, and frees the memory of the tokens that were read ahead.
 
         The iteration keeps its position. Reading the next batch starts reading ahead again.
         """
-        if self._following_windows is not None:
-            self._following_windows.close()
-        self._following_windows = None
+        if self._window_iterator is not None:
+            self._window_iterator.close()
+        self._window_iterator = None
         self._current_window = None
 
     def torch(self) -> Any:
@@ -252,9 +253,9 @@ class Batches(Iterator[T]):
         """
         from torch.utils.data import IterableDataset
 
-        if self._shared_workers_read_byte is None:
-            self._shared_workers_read_byte = mmap.mmap(-1, 1)
-        shared_workers_read_byte = self._shared_workers_read_byte
+        if self._shared_worker_activity_byte is None:
+            self._shared_worker_activity_byte = mmap.mmap(-1, 1)
+        shared_worker_activity_byte = self._shared_worker_activity_byte
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -280,7 +281,7 @@ class Batches(Iterator[T]):
                     # This object is being pickled for a new worker of a DataLoader, which does not
                     # share the memory of this process. Therefore this process sets the byte itself.
                     # The value 1 tells `Batches.state` that workers read the batches.
-                    shared_workers_read_byte[0] = 1
+                    shared_worker_activity_byte[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -309,9 +310,9 @@ class Batches(Iterator[T]):
             self._loader_worker_number_and_num_workers = loader_worker_number_and_num_workers
             if (
                 loader_worker_number_and_num_workers is not None
-                and self._shared_workers_read_byte is not None
+                and self._shared_worker_activity_byte is not None
             ):
-                self._shared_workers_read_byte[0] = 1
+                self._shared_worker_activity_byte[0] = 1
         if self._current_window is None:
             self._current_window = self._next_window()
         window = self._current_window
@@ -339,14 +340,14 @@ class Batches(Iterator[T]):
 
         Raises:
             StopIteration: If there are no more windows.
-            ValueError: If no token passes the filters, and no other worker reads a part of the
-                data.
+            ValueError: If no token passes the filters, and no other process reads a part of
+                the data.
             OSError: If a shard is damaged.
         """
-        if self._following_windows is None:
-            self._following_windows = self._windows_of_process().beginning(self._iteration_position)
+        if self._window_iterator is None:
+            self._window_iterator = self._windows_of_process().beginning(self._iteration_position)
         try:
-            return next(self._following_windows)
+            return next(self._window_iterator)
         except StopIteration:
             self.close()
             self._check_selection()
@@ -381,7 +382,7 @@ class Batches(Iterator[T]):
             sum(token_source.bytes_per_token for token_source in token_sources), 1
         )
         are_all_runs_local = all(token_source.shards.is_local for token_source in token_sources)
-        are_all_runs_read_by_ranges = all(
+        can_read_ranges_of_all_runs = all(
             token_source.shards.can_read_ranges for token_source in token_sources
         )
         max_chunk_bytes = MAX_READ_BYTES
@@ -402,23 +403,21 @@ class Batches(Iterator[T]):
         )
         chunks = token_sources[0].chunks()
         num_chunks_read_at_once = 1
-        if are_all_runs_read_by_ranges:
-            tokens_per_block_of_chunks = [
-                token_sources[0].shards.tokens_per_block(chunk.shard_index, tokens_per_chunk)
-                for chunk in chunks
-            ]
-            chunks = [
-                smaller_chunk
-                for chunk, tokens_per_block in zip(chunks, tokens_per_block_of_chunks, strict=True)
-                for smaller_chunk in cut_chunk(chunk, tokens_per_chunk, tokens_per_block)
-            ]
+        if can_read_ranges_of_all_runs:
+            smaller_chunks = list[Chunk]()
+            for chunk in chunks:
+                tokens_per_block = token_sources[0].shards.tokens_per_block(
+                    chunk.shard_index, tokens_per_chunk
+                )
+                smaller_chunks += cut_chunk(chunk, tokens_per_chunk, tokens_per_block)
+            chunks = smaller_chunks
         chunks = chunks_of_worker(
             shuffled_chunks(chunks, shuffle_seed), batch_options.worker, batch_options.workers
         )
         chunks = chunks_of_worker(
             chunks, *(self._loader_worker_number_and_num_workers or ONLY_WORKER)
         )
-        if not are_all_runs_read_by_ranges:
+        if not can_read_ranges_of_all_runs:
             smaller_chunks = list[Chunk]()
             for chunk in chunks:
                 smaller_chunks += shuffled_chunks(
@@ -439,20 +438,25 @@ class Batches(Iterator[T]):
             )
         # A window takes half of the buffer, because one window is filled while batches are cut from
         # another. It contains whole batches.
-        num_window_tokens = batch_options.buffer // 2 // batch_options.size * batch_options.size
-        max_window_tokens = min(num_window_tokens, sum(map(len, chunks)))
+        batches_per_window = batch_options.buffer // 2 // batch_options.size
+        num_chunk_tokens = sum(map(len, chunks))
+        tokens_per_full_window = min(batches_per_window * batch_options.size, num_chunk_tokens)
         return Windows(
-            chunks, self._make_reader(), num_chunks_read_at_once, max_window_tokens, shuffle_seed
+            chunks,
+            self._make_reader(),
+            num_chunks_read_at_once,
+            tokens_per_full_window,
+            shuffle_seed,
         )
 
     def _check_selection(self) -> None:
         """Checks, at the end of the data, that the filters did not leave out all tokens.
 
-        If several workers read the data, and no token of this worker's part passes the filters,
-        other workers may still have tokens. Therefore only a warning is logged.
+        If several processes read the data, and no token of this process's part passes the filters,
+        other processes may still have tokens. Therefore only a warning is logged.
 
         Raises:
-            ValueError: If one worker reads all data, and no token passes the filters.
+            ValueError: If this process reads all data, and no token passes the filters.
         """
         distinct_filter_texts = dict.fromkeys(
             filter_text
@@ -465,11 +469,11 @@ class Batches(Iterator[T]):
         loader_worker_number, num_loader_workers = (
             self._loader_worker_number_and_num_workers or ONLY_WORKER
         )
-        worker_number = self.options.worker * num_loader_workers + loader_worker_number
-        worker_count = self.options.workers * num_loader_workers
-        if worker_count == 1:
+        reader_number = self.options.worker * num_loader_workers + loader_worker_number
+        reader_count = self.options.workers * num_loader_workers
+        if reader_count == 1:
             raise ValueError(message)
-        log.warning("in the share of worker %d of %d, %s", worker_number, worker_count, message)
+        log.warning("in the share of worker %d of %d, %s", reader_number, reader_count, message)
 
 
 def _loader_worker_number_and_num_workers() -> tuple[int, int] | None:
@@ -480,5 +484,11 @@ def _loader_worker_number_and_num_workers() -> tuple[int, int] | None:
         None if this process is not a worker of a DataLoader.
     """
     torch_data_module = sys.modules.get("torch.utils.data")
-    worker_info = torch_data_module.get_worker_info() if torch_data_module is not None else None
-    return None if worker_info is None else (worker_info.id, worker_info.num_workers)
+    loader_worker_info = (
+        torch_data_module.get_worker_info() if torch_data_module is not None else None
+    )
+    return (
+        None
+        if loader_worker_info is None
+        else (loader_worker_info.id, loader_worker_info.num_workers)
+    )

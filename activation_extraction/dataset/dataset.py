@@ -134,14 +134,14 @@ class ActivationDataset(Samples):
             raise ValueError(
                 f"{self.url}: no hook is asked for; it has {', '.join(description_by_hook_name)}"
             )
-        folders_and_commits = [
+        folder_names_and_commits = [
             (folder_name, commit)
             for folder_name in log_by_folder
             for commit in log_by_folder[folder_name].commits_in_order
         ]
         shard_description_by_hook_name = {
             hook_description["name"]: hook_description
-            for _, commit in folders_and_commits
+            for _, commit in folder_names_and_commits
             for hook_description in commit.hooks
         }
         stored_hook_by_name = {
@@ -152,13 +152,15 @@ class ActivationDataset(Samples):
             for hook_name in chosen_hook_names
         }
         # Shards without samples, which --repair may leave in a run, cannot be read.
-        folders_and_commits_with_samples = [
-            (folder_name, commit) for folder_name, commit in folders_and_commits if commit.count
+        folder_names_and_nonempty_commits = [
+            (folder_name, commit)
+            for folder_name, commit in folder_names_and_commits
+            if commit.count
         ]
         self.shards = OpenShards(
             run_folder.full_url,
             run_folder.is_local,
-            folders_and_commits_with_samples,
+            folder_names_and_nonempty_commits,
             ByHook(stored_hook_by_name, canonical_name_by_alias),
         )
 
@@ -185,7 +187,7 @@ class ActivationDataset(Samples):
         The width is the number of values of a token. For a hook with codes, it is the number of
         features of the autoencoder.
         """
-        return self.shards.hooks.map(lambda stored_hook: stored_hook.width)
+        return self.shards.stored_hook_by_name.map(lambda stored_hook: stored_hook.width)
 
     @property
     def dtype(self) -> np.dtype:
@@ -199,7 +201,7 @@ class ActivationDataset(Samples):
         the chosen experts. If all hooks that are read hold such values, this is the dtype of the
         first hook.
         """
-        stored_hooks = list(self.shards.hooks.values())
+        stored_hooks = list(self.shards.stored_hook_by_name.values())
         hooks_of_activations = [
             stored_hook for stored_hook in stored_hooks if stored_hook.values_are_activations
         ]
@@ -213,7 +215,7 @@ class ActivationDataset(Samples):
         log-probabilities and codes have the dtype float32. Some hooks store the indices of the
         chosen experts, or token ids, instead of activations; these have the dtype int32.
         """
-        return self.shards.hooks.map(lambda stored_hook: stored_hook.user_dtype)
+        return self.shards.stored_hook_by_name.map(lambda stored_hook: stored_hook.user_dtype)
 
     @property
     def statistics(self) -> ByHook[HookStatistics]:
@@ -282,7 +284,7 @@ class ActivationDataset(Samples):
         """
         sample_index = self.number(index)
         sample_facts = self.shards.facts(sample_index)
-        folder, _ = self.shards.folders_and_commits[self.shards.shard_of(sample_index)]
+        folder, _ = self.shards.folder_names_and_commits[self.shards.shard_of(sample_index)]
         piece_location = piece_of(sample_facts.row)
         if piece_location is None:
             return self[index]
@@ -439,7 +441,7 @@ class ActivationDataset(Samples):
         names_of_activation_hooks = [
             hook_name
             for hook_name in hook_names
-            if self.shards.hooks[hook_name].values_are_activations
+            if self.shards.stored_hook_by_name[hook_name].values_are_activations
         ]
         max_norm_by_hook_name = (
             max_norm
@@ -571,7 +573,7 @@ class ActivationDataset(Samples):
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
         token_source = self.source(BatchOptions(1, hooks))
         for hook_name in token_source.options.hooks:
-            if not self.shards.hooks[hook_name].values_are_array:
+            if not self.shards.stored_hook_by_name[hook_name].values_are_array:
                 raise ValueError(f"{hook_name} holds codes, which have no array; read `batches`")
         return TokenRecords(token_source, tokens)
 

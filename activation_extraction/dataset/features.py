@@ -141,7 +141,7 @@ def feature_table(
     hook_name = dataset.hooks.canonical_name_by_alias.get(hook, hook)
     names_of_code_hooks = [
         name_of_read_hook
-        for name_of_read_hook, stored_hook in dataset.shards.hooks.items()
+        for name_of_read_hook, stored_hook in dataset.shards.stored_hook_by_name.items()
         if not stored_hook.values_are_array
     ]
     if not dataset.identity.code_hooks:

@@ -39,10 +39,10 @@ class TokenRecords:
         )
         # For each shard, the index of its first record among all records. One more item at the end
         # is the number of all records.
-        self._first_record_indices = [0, *accumulate(record_counts)]
+        self._record_offsets_of_shards = [0, *accumulate(record_counts)]
 
     def __len__(self) -> int:
-        return self._first_record_indices[-1]
+        return self._record_offsets_of_shards[-1]
 
     def __repr__(self) -> str:
         # grain restores a saved state only if the `repr` of the source is unchanged since then. So
@@ -59,18 +59,18 @@ class TokenRecords:
         if not 0 <= record_number < len(self):
             raise IndexError(f"record {record_number}: there are {len(self)}, counted from 0")
         token_source = self._token_source
-        shard_index = bisect_right(self._first_record_indices, record_number) - 1
+        shard_index = bisect_right(self._record_offsets_of_shards, record_number) - 1
         first_token_index = (
-            record_number - self._first_record_indices[shard_index]
+            record_number - self._record_offsets_of_shards[shard_index]
         ) * self._tokens_per_record
         num_shard_tokens = token_source.shards.commits[shard_index].tokens
         end_token_index = min(first_token_index + self._tokens_per_record, num_shard_tokens)
         batch = token_source.whole_tokens([Chunk(shard_index, first_token_index, end_token_index)])
-        token_fields = {
+        array_by_field_name = {
             field_name: getattr(batch, field_name)
             for field_name in ("token_ids", "sample_idx", "position")
         }
-        record = {**batch.activations, **token_fields, **batch.labels}
+        record = {**batch.activations, **array_by_field_name, **batch.labels}
         if self._tokens_per_record == 1:
             return {
                 array_name: values_of_tokens[0, ...]

@@ -98,16 +98,17 @@ class OpenShards:
         url: URL of the run, with its secrets.
         is_local: Whether the files of the run are on this machine, so that they can be mapped into
             memory.
-        folders_and_commits: For each shard, a tuple of the name of the host's folder ("" for the
-            output folder itself) and the commit of the shard.
-        hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
+        folder_names_and_commits: For each shard, a tuple of the name of the host's folder ("" for
+            the output folder itself) and the commit of the shard.
+        stored_hook_by_name: Dtype, width and encoding of every hook that is read, by the name of
+            the hook.
         commits: Commits of the shards, in their order.
         first_sample_indices_of_shards: For each shard, the index of its first sample in the run.
             One further item at the end is the number of all samples.
         can_read_ranges: Whether a range of rows can be read from every shard without reading the
             whole shard. False if a shard is a pickle.
-        read_sample_table: Function that takes the index of a shard in `folders_and_commits` and
-            returns the table of its samples. Tables that were read recently stay in memory.
+        read_sample_table: Function that takes the index of a shard in `folder_names_and_commits`
+            and returns the table of its samples. Tables that were read recently stay in memory.
 
     Raises:
         ValueError: If the file of a shard is too small for the tokens that the commit records.
@@ -115,11 +116,11 @@ class OpenShards:
 
     url: str
     is_local: bool
-    folders_and_commits: list[tuple[str, Commit]]
-    hooks: ByHook[StoredHook]
+    folder_names_and_commits: list[tuple[str, Commit]]
+    stored_hook_by_name: ByHook[StoredHook]
 
     def __post_init__(self) -> None:
-        self.commits = [commit for _, commit in self.folders_and_commits]
+        self.commits = [commit for _, commit in self.folder_names_and_commits]
         self.first_sample_indices_of_shards = [
             0,
             *accumulate(commit.count for commit in self.commits),
@@ -130,9 +131,9 @@ class OpenShards:
         # The cached functions do not refer to this object, because a cycle of references would keep
         # a decompressed pickle in memory until the garbage collector runs.
         self._read_from_shard: Callable[..., Any] = partial(
-            _read_shard, self.url, self.folders_and_commits, {}
+            _read_shard, self.url, self.folder_names_and_commits, {}
         )
-        stored_hooks = list(self.hooks.values())
+        stored_hooks = list(self.stored_hook_by_name.values())
         max_open_shards = _max_open_files()
         if not self.can_read_ranges:
             max_open_shards = 1
@@ -141,7 +142,9 @@ class OpenShards:
                 map(front_bytes, self.commits), default=MAX_FRONT_BYTES
             )
         self._lock_by_shard_index = defaultdict[int, Lock](Lock)
-        self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
+        self._open_shard_file: Callable[[int], SafetensorsFile] = lru_cache(
+            max(max_open_shards, 1)
+        )(
             partial(
                 self._read_from_shard,
                 lambda folder, commit: open_shard(folder, commit, stored_hooks),
@@ -153,7 +156,12 @@ class OpenShards:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpenShards, (self.url, self.is_local, self.folders_and_commits, self.hooks)
+        return OpenShards, (
+            self.url,
+            self.is_local,
+            self.folder_names_and_commits,
+            self.stored_hook_by_name,
+        )
 
     def get(self, shard_index: int) -> SafetensorsFile:
         """Returns a shard, which is opened first if it is not open yet.
@@ -161,10 +169,10 @@ class OpenShards:
         If several threads need the shard at the same time, only one of them opens it.
 
         Args:
-            shard_index: Index of the shard in `folders_and_commits`.
+            shard_index: Index of the shard in `folder_names_and_commits`.
         """
         with self._lock_by_shard_index[shard_index]:
-            return self._open(shard_index)
+            return self._open_shard_file(shard_index)
 
     def bytes_per_token(self, hooks: Sequence[str]) -> int:
         """Returns the number of bytes of memory for the values of one token at some hooks.
@@ -172,7 +180,7 @@ class OpenShards:
         Args:
             hooks: Canonical names of the hooks.
         """
-        return sum(self.hooks[hook_name].row_dtype.itemsize for hook_name in hooks)
+        return sum(self.stored_hook_by_name[hook_name].row_dtype.itemsize for hook_name in hooks)
 
     def tokens_per_block(self, shard_index: int, tokens_per_chunk: int) -> int:
         """Returns the number of tokens by which the length of a chunk should be divisible.
@@ -182,7 +190,7 @@ class OpenShards:
         the checksum of the block can be compared. A chunk of whole blocks avoids this.
 
         Args:
-            shard_index: Index of the shard in `folders_and_commits`.
+            shard_index: Index of the shard in `folder_names_and_commits`.
             tokens_per_chunk: Number of tokens in a chunk.
 
         Returns:
@@ -201,8 +209,10 @@ class OpenShards:
         Raises:
             ValueError: If a file has too few bytes for the number of tokens in the shard's commit.
         """
-        min_token_bytes = sum(stored_hook.min_token_bytes for stored_hook in self.hooks.values())
-        for folder_name, commit in self.folders_and_commits:
+        min_token_bytes = sum(
+            stored_hook.min_token_bytes for stored_hook in self.stored_hook_by_name.values()
+        )
+        for folder_name, commit in self.folder_names_and_commits:
             max_compression_ratio = 1 if can_read_ranges(commit) else MAX_GZIP_RATIO
             max_decompressed_bytes = commit.bytes * max_compression_ratio
             if commit.tokens * min_token_bytes > max_decompressed_bytes:
@@ -215,7 +225,7 @@ class OpenShards:
                 )
 
     def shard_of(self, sample_index: int) -> int:
-        """Returns the index in `folders_and_commits` of the shard that contains a sample.
+        """Returns the index in `folder_names_and_commits` of the shard that contains a sample.
 
         Args:
             sample_index: Index of the sample in the run, in the order of the shards.
@@ -244,11 +254,13 @@ class OpenShards:
             The index of the sample, in the order of the shards; None if no shard of the folder
             contains the sample.
         """
-        for shard_index, (shard_folder, commit) in enumerate(self.folders_and_commits):
-            if shard_folder == folder and commit.first <= sample_idx <= commit.last:
-                sample_idx_of_shard = self.read_sample_table(shard_index)["sample_idx"].to_numpy()
-                index_in_shard = int(np.searchsorted(sample_idx_of_shard, sample_idx))
-                if sample_idx_of_shard[index_in_shard] == sample_idx:
+        for shard_index, (folder_name, commit) in enumerate(self.folder_names_and_commits):
+            if folder_name == folder and commit.first <= sample_idx <= commit.last:
+                sample_numbers_of_shard = self.read_sample_table(shard_index)[
+                    "sample_idx"
+                ].to_numpy()
+                index_in_shard = int(np.searchsorted(sample_numbers_of_shard, sample_idx))
+                if sample_numbers_of_shard[index_in_shard] == sample_idx:
                     return self.first_sample_indices_of_shards[shard_index] + index_in_shard
         return None
 
@@ -258,12 +270,12 @@ class OpenShards:
         The results have the order of the shards.
 
         Args:
-            read: Function that takes the index of a shard in `folders_and_commits`, reads files of
-                the shard, and returns the result.
+            read: Function that takes the index of a shard in `folder_names_and_commits`, reads
+                files of the shard, and returns the result.
         """
         # The pool is not kept, because a fork of this process would lack its threads.
         with ThreadPoolExecutor(MAX_REQUESTS) as thread_pool:
-            yield from thread_pool.map(read, range(len(self.folders_and_commits)))
+            yield from thread_pool.map(read, range(len(self.folder_names_and_commits)))
 
     @cached_property
     def samples(self) -> pyarrow.Table:
@@ -310,12 +322,12 @@ class OpenShards:
                 **vars(overall_statistics_by_hook_name.get(hook_name, Statistics())),
                 load=partial(self._sums_of, hook_name),
             )
-            for hook_name in self.hooks
+            for hook_name in self.stored_hook_by_name
         }
-        return ByHook(statistics_by_hook_name, self.hooks.canonical_name_by_alias)
+        return ByHook(statistics_by_hook_name, self.stored_hook_by_name.canonical_name_by_alias)
 
     def _sums_of(self, hook: str) -> Sums:
-        return self.sums.get(hook) or Sums.zeros(self.hooks[hook].width)
+        return self.sums.get(hook) or Sums.zeros(self.stored_hook_by_name[hook].width)
 
     @cached_property
     def sums(self) -> dict[str, Sums]:
@@ -329,26 +341,26 @@ class OpenShards:
         """
         names_of_array_hooks = [
             hook_name
-            for hook_name, stored_hook in self.hooks.items()
+            for hook_name, stored_hook in self.stored_hook_by_name.items()
             if stored_hook.values_are_array
         ]
-        sums_by_hook: dict[str, Sums] = {}
-        for sums_of_shard in self.read_all(
+        run_sums_by_hook_name: dict[str, Sums] = {}
+        for shard_sums_by_hook_name in self.read_all(
             partial(self._read_from_shard, partial(read_sums, hooks=names_of_array_hooks))
         ):
-            for hook_name, shard_sums in sums_of_shard.items():
-                sums_by_hook[hook_name] = (
-                    sums_by_hook[hook_name].merge(shard_sums)
-                    if hook_name in sums_by_hook
-                    else shard_sums
+            for hook_name, sums_of_hook in shard_sums_by_hook_name.items():
+                run_sums_by_hook_name[hook_name] = (
+                    run_sums_by_hook_name[hook_name].merge(sums_of_hook)
+                    if hook_name in run_sums_by_hook_name
+                    else sums_of_hook
                 )
-        return sums_by_hook
+        return run_sums_by_hook_name
 
 
 def _read_shard(
     url: str,
-    folders_and_commits: Sequence[tuple[str, Commit]],
-    folders: dict[str, Folder],
+    folder_names_and_commits: Sequence[tuple[str, Commit]],
+    folder_by_name: dict[str, Folder],
     read: Callable[[Folder, Commit], T],
     shard_index: int,
 ) -> T:
@@ -356,17 +368,17 @@ def _read_shard(
 
     Args:
         url: URL of the run.
-        folders_and_commits: For each shard, a tuple of the name of its folder and its commit.
-        folders: Open folders by name. The folder of the shard is added if it is missing.
+        folder_names_and_commits: For each shard, a tuple of the name of its folder and its commit.
+        folder_by_name: Open folders by name. The folder of the shard is added if it is missing.
         read: Function that takes the folder and the commit of a shard, reads files of the shard,
             and returns the result.
-        shard_index: Index of the shard in `folders_and_commits`.
+        shard_index: Index of the shard in `folder_names_and_commits`.
 
     Raises:
         OSError: If `read` raises RunError, for example because the file is damaged.
     """
-    folder_name, commit = folders_and_commits[shard_index]
+    folder_name, commit = folder_names_and_commits[shard_index]
     with as_os_errors():
-        if folder_name not in folders:
-            folders[folder_name] = Folder(url).child(folder_name)
-        return read(folders[folder_name], commit)
+        if folder_name not in folder_by_name:
+            folder_by_name[folder_name] = Folder(url).child(folder_name)
+        return read(folder_by_name[folder_name], commit)

@@ -195,7 +195,7 @@ class TokenSource:
         """A digest of the JSON files of all shards, which differs if the stored data differ."""
         commit_list_text = "".join(
             f"{folder_name}/{commit.sha256}\n"
-            for folder_name, commit in self.shards.folders_and_commits
+            for folder_name, commit in self.shards.folder_names_and_commits
         )
         return hashlib.sha256(commit_list_text.encode()).hexdigest()
 
@@ -329,7 +329,9 @@ class TokenSource:
             sample_numbers_of_tokens = shard_reader.sample_numbers[sample_indices_of_tokens]
             with as_os_errors():
                 values_of_token_range_by_field = wait_for_fields()
-            no_activations = ByHook[np.ndarray]({}, self.shards.hooks.canonical_name_by_alias)
+            no_activations = ByHook[np.ndarray](
+                {}, self.shards.stored_hook_by_name.canonical_name_by_alias
+            )
             values_by_field: dict[str, Any] = {
                 field_name: values_of_token_range[token_indices_in_shard - first_token_index]
                 for field_name, values_of_token_range in values_of_token_range_by_field.items()
@@ -414,7 +416,7 @@ class TokenSource:
             A function that waits for the activations and returns them by hook. The array of a hook
             contains the activations of all ranges, one range after the other.
         """
-        stored_hook_by_name = self.shards.hooks
+        stored_hook_by_name = self.shards.stored_hook_by_name
         dtype = self.options.dtype
         with as_os_errors():
             shard_reader = self.shards.get(shard_index)
@@ -518,7 +520,7 @@ class TokenSource:
         Raises:
             ValueError: If a value is too large for the dtype of the batch.
         """
-        stored_hook_by_name = self.shards.hooks
+        stored_hook_by_name = self.shards.stored_hook_by_name
         options = self.options
         requested_dtype_by_hook = {
             hook_name: options.dtype

@@ -260,7 +260,7 @@ def _dtype_phrase(dataset: ActivationDataset, hook_name: str) -> str:
         hook_name: The name of the hook.
     """
     dtype_name = dataset.dtypes[hook_name].name
-    stored_hook = dataset.shards.hooks[hook_name]
+    stored_hook = dataset.shards.stored_hook_by_name[hook_name]
     if not stored_hook.values_are_array:
         return f"codes: the values of active features, {dtype_name}"
     if stored_hook.values_are_float8:

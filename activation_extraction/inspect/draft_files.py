@@ -206,7 +206,7 @@ class DraftFormat(ExportFormat):
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook matches one of `hook_globs` and its values are not codes."""
-        if not dataset.shards.hooks[hook].values_are_array:
+        if not dataset.shards.stored_hook_by_name[hook].values_are_array:
             return False
         return any(fnmatchcase(hook, hook_glob) for hook_glob in self.hook_globs)
 

@@ -53,7 +53,7 @@ class DelphiFormat(ExportFormat):
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook has codes."""
-        return not dataset.shards.hooks[hook].values_are_array
+        return not dataset.shards.stored_hook_by_name[hook].values_are_array
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export, in the run's order.
@@ -230,6 +230,6 @@ def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
         The id of the first feature of each file, and as the last item the number of all features.
     """
     feature_count = dataset.hooks[hook]
-    max_value_count = dataset.tokens * dataset.shards.hooks[hook].max_values
+    max_value_count = dataset.tokens * dataset.shards.stored_hook_by_name[hook].max_values
     file_count = max(USUAL_FILES, -(-max_value_count * ENTRY.itemsize // FILE_BYTES))  # rounded up
     return np.linspace(0, feature_count, min(file_count, feature_count) + 1).astype(int).tolist()

@@ -104,7 +104,7 @@ def _token_ids(
         RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
             damaged or missing.
     """
-    for folder_name, commit in dataset.shards.folders_and_commits:
+    for folder_name, commit in dataset.shards.folder_names_and_commits:
         host_folder, run_log = root.child(folder_name), log_by_folder[folder_name]
         stored_tokens_of_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
         token_ids_or_error_messages: Sequence[np.ndarray | str]

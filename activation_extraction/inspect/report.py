@@ -106,7 +106,7 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
     try:
         hook_names = [
             hook_name
-            for hook_name, stored_hook in dataset.shards.hooks.items()
+            for hook_name, stored_hook in dataset.shards.stored_hook_by_name.items()
             if stored_hook.values_are_activations
         ]
         token_selection = report_numbers.select_tokens(dataset, hook_names)

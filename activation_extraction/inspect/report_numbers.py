@@ -137,7 +137,7 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
     """
     bytes_per_token = max(dataset.shards.bytes_per_token(hooks), 1)
     num_tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
-    shard_commits = [commit for _, commit in dataset.shards.folders_and_commits]
+    shard_commits = [commit for _, commit in dataset.shards.folder_names_and_commits]
     mean_shard_bytes = max(sum(commit.unpacked for commit in shard_commits) / len(shard_commits), 1)
     shard_count = min(int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(shard_commits))
     shard_indices = np.linspace(0, len(shard_commits) - 1, shard_count, dtype=int).tolist()

@@ -27,7 +27,7 @@ class SaeLensFormat(ExportFormat):
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook has activations and no codes."""
-        return dataset.shards.hooks[hook].values_are_array
+        return dataset.shards.stored_hook_by_name[hook].values_are_array
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
         """Returns the number of bytes of a token's activation in the dtype of the files."""
