@@ -1,8 +1,10 @@
 """Compares the speed of this tool with transformers at a real model's size: `make bench`.
 
-A contender is this tool ("ours"), or a competitor: an extraction method of competitors.py, which
-uses transformers. Each contender extracts layers 10 to 23 of the same documents, and stores them as
-gzipped pickles on the disk. The model has random weights in the shape of Qwen2.5-0.5B. The
+A contender is a program whose speed is compared: this tool ("ours"), or a competitor. A competitor
+is one of the three extraction methods of competitors.py, which use transformers: "padded" and
+"sorted" compute batches of padded documents, and "alone" computes one document at a time. Each
+contender extracts the residual streams after layers 10 to 23 of the same documents, and stores them
+as gzipped pickles on the disk. The model has random weights in the shape of Qwen2.5-0.5B. The
 documents have log-normal lengths, with a median of 620 tokens and a sigma of 1.0, and are cut at
 2048 tokens. compute_only.py measures this tool without storing. Every measurement runs in a
 separate process. Each of --rounds rounds measures every contender once, and medians are reported.
@@ -28,9 +30,10 @@ disturbed  the fraction of the machine's processor time that other processes use
 
 Activations and experts are compared only in documents of at most 640 tokens.
 
-Results for other families, on an idle machine with 2 cores (--shape SHAPE --documents 24
---batch_size 4 --whole --only ours alone; 17,805 tokens, one round): tokens per second, and the
-fraction of the speed of the fastest matrix product.
+The following table shows results for other families, on an idle machine with 2 cores: tokens per
+second, and the fraction of the speed of the fastest matrix product. The flags were --shape SHAPE
+--documents 24 --batch_size 4 --whole --only ours alone, so the column "transformers" shows the
+competitor "alone". One round of 17,805 tokens was measured.
 
               float32                     bfloat16
               this tool    transformers   this tool    transformers
@@ -71,27 +74,27 @@ from qwen2_jax_with_hooks import create_model_with_hooks
 Figures = dict[str, Any]
 
 
-class DocumentSelection(NamedTuple):
-    """The selection of the documents that a contender (a measured program) computes and writes.
+class SelectionRatios(NamedTuple):
+    """The parts of the documents that a contender (a measured program) computes and writes.
 
     Attributes:
-        computed_batch_stride: Number of successive batches of which one is computed. 1 to compute
-            all.
-        written_document_stride: Number of successive computed documents of which one is written. 1
-            to write all.
+        batches_per_computed_batch: Number of successive batches of which one is computed. 1 to
+            compute all batches.
+        computed_documents_per_written_document: Number of successive computed documents of which
+            one is written. 1 to write all computed documents.
     """
 
-    computed_batch_stride: int
-    written_document_stride: int
+    batches_per_computed_batch: int
+    computed_documents_per_written_document: int
 
 
-ALL_DOCUMENTS = DocumentSelection(1, 1)
-# Name of a contender -> the documents that it computes and writes if --whole is not set.
-DOCUMENT_SELECTIONS = {
+ALL_DOCUMENTS = SelectionRatios(1, 1)
+# Name of a contender -> the parts of the documents that it computes and writes without --whole.
+SELECTION_RATIOS_BY_CONTENDER = {
     "ours": ALL_DOCUMENTS,
-    "alone": DocumentSelection(4, 1),
-    "sorted": DocumentSelection(4, 1),
-    "padded": DocumentSelection(4, 8),
+    "alone": SelectionRatios(4, 1),
+    "sorted": SelectionRatios(4, 1),
+    "padded": SelectionRatios(4, 8),
 }
 COMPETITORS = ROOT / ".venv/competitors/bin/python"
 # The default layers of --layers_to_extract.
@@ -104,8 +107,8 @@ HEADER = (
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The inputs that all contenders share, and the flags of this script.
+class BenchmarkInputs:
+    """The inputs that are the same for all measured programs, and the flags of this script.
 
     Attributes:
         folder: Folder of the model, the documents and the outputs.
@@ -120,14 +123,14 @@ class Bench:
     documents: list[list[int]]
 
     @property
-    def layers(self) -> list[int]:
+    def layer_numbers(self) -> list[int]:
         """The numbers of the extracted layers.
 
         They are the default of --layers_to_extract. If the model has fewer layers, the numbers of
         missing layers are replaced by the number of the last layer.
         """
-        last_layer = self.model_config.num_hidden_layers - 1
-        return sorted({min(layer, last_layer) for layer in LAYERS})
+        last_layer_number = self.model_config.num_hidden_layers - 1
+        return sorted({min(layer_number, last_layer_number) for layer_number in LAYERS})
 
     @property
     def hook_names(self) -> list[str]:
@@ -136,17 +139,17 @@ class Bench:
         They are the residual stream after each extracted layer and, in every layer with experts,
         the indices of the experts of each token, which agreement.py compares.
         """
-        residual_hook_names = [RESIDUAL.format(layer) for layer in self.layers]
+        residual_hook_names = [RESIDUAL.format(layer_number) for layer_number in self.layer_numbers]
         expert_hook_names = [
-            CHOSEN.format(layer)
-            for layer, layer_type in enumerate(self.model_config.layer_types)
+            CHOSEN.format(layer_number)
+            for layer_number, layer_type in enumerate(self.model_config.layer_types)
             if SPARSE in layer_type.split()
         ]
         return residual_hook_names + expert_hook_names
 
     @property
     def has_experts(self) -> bool:
-        return len(self.hook_names) > len(self.layers)
+        return len(self.hook_names) > len(self.layer_numbers)
 
     def flops_per_token(self, lengths: Sequence[int]) -> float:
         """Returns the mean number of floating-point operations that a token needs.
@@ -157,7 +160,7 @@ class Bench:
             lengths: The number of tokens of each document.
         """
         hooks_of_last_layer = hook_table(self.model_config).of_layers(
-            [self.layers[-1]], "residual", self.model_config.num_hidden_layers
+            [self.layer_numbers[-1]], "residual", self.model_config.num_hidden_layers
         )
         return create_model_with_hooks(self.model_config, hooks_of_last_layer).flops(lengths) / sum(
             lengths
@@ -182,19 +185,23 @@ class Bench:
             extraction_flags += ["--hook_names", *self.hook_names]
         return extraction_flags
 
-    def document_selection(self, contender: str) -> DocumentSelection:
-        """Returns the selection of the documents that a contender computes and writes.
+    def selection_ratios_of(self, contender_name: str) -> SelectionRatios:
+        """Returns the parts of the documents that a contender computes and writes.
 
         With --whole, every contender computes and writes all documents.
 
         Args:
-            contender: The name of the contender: "ours" for this tool, or the name of an extraction
-                method of competitors.py.
+            contender_name: The name of the contender (a measured program): "ours" for this tool, or
+                the name of an extraction method of competitors.py.
         """
-        return ALL_DOCUMENTS if self.parsed_flags.whole else DOCUMENT_SELECTIONS[contender]
+        return (
+            ALL_DOCUMENTS
+            if self.parsed_flags.whole
+            else SELECTION_RATIOS_BY_CONTENDER[contender_name]
+        )
 
 
-def prepare(folder: Path, options: argparse.Namespace) -> Bench:
+def prepare(folder: Path, options: argparse.Namespace) -> BenchmarkInputs:
     """Writes the inputs: a model with random weights, random documents, and their token ids.
 
     Args:
@@ -202,14 +209,14 @@ def prepare(folder: Path, options: argparse.Namespace) -> Bench:
         options: The parsed flags of this script.
 
     Returns:
-        The inputs that all contenders share.
+        The inputs, which are the same for all measured programs, with the flags.
     """
     model_folder, documents_path = folder / "model", folder / "documents.jsonl"
     make_model(model_folder, SHAPES[options.shape])
     make_documents(documents_path, options.documents)
     token_ids_of_documents = tokenise(model_folder, documents_path, options.max_seq_length)
     (folder / "token_ids.json").write_text(json.dumps(token_ids_of_documents))
-    return Bench(
+    return BenchmarkInputs(
         folder, options, read_model_config(model_folder / "config.json"), token_ids_of_documents
     )
 
@@ -221,33 +228,34 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         options: The parsed flags of this script.
 
     Returns:
-        dtype -> FLOP/s of the fastest product in the faster library.
+        dtype -> FLOP/s of the fastest matrix product in the faster library.
     """
     peak_flops_per_second_by_dtype: dict[str, float] = defaultdict(float)
     interpreter_paths_and_libraries = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
         interpreter_paths_and_libraries.append((str(options.competitors), "torch"))
     for interpreter_path, library in interpreter_paths_and_libraries:
-        peak_command = [
+        peak_flops_command = [
             interpreter_path,
             str(ROOT / "benchmarks/peak.py"),
             library,
             "--dtypes",
             *options.dtypes,
         ]
-        peak_process = run([*peak_command, "--seconds", str(options.peak_seconds)])
-        for dtype, flops_per_second in best(peak_process.result).items():
+        peak_flops_process = run([*peak_flops_command, "--seconds", str(options.peak_seconds)])
+        for dtype, flops_per_second in best(peak_flops_process.result).items():
             peak_flops_per_second_by_dtype[dtype] = max(
                 peak_flops_per_second_by_dtype[dtype], flops_per_second
             )
     return dict(peak_flops_per_second_by_dtype)
 
 
-def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
+def run_ours(benchmark_inputs: BenchmarkInputs, dtype: str, output: Path) -> Figures:
     """Measures this tool: runs extract_activations.py and compute_only.py in separate processes.
 
     Args:
-        bench: The inputs.
+        benchmark_inputs: The model, the documents and the flags of the benchmark, which are the
+            same for all contenders (programs whose speeds are compared).
         dtype: The dtype of the model and of the activations.
         output: The folder of the shards.
 
@@ -261,44 +269,50 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
             batches.
         full_rows_tokens_per_second, full_rows_flops_per_second: The speed of compute_only.py with
             batches without padding, in which each row is one document.
-        disturbed: The fraction of the machine's processor time that other processes used during a
-            measurement, in the measurement in which this fraction is larger.
+        disturbed: The fraction of the machine's processor time that other processes used meanwhile.
+            It is the larger of two fractions: one is measured while extract_activations.py runs,
+            the other while compute_only.py runs.
     """
-    extraction_flags = [*bench.flags(), "--dtype", dtype]
-    extraction_figures = extract(output, extraction_flags)
+    extraction_flags = [*benchmark_inputs.flags(), "--dtype", dtype]
+    extraction_figure_by_name = extract(output, extraction_flags)
     compute_process = run([sys.executable, "-m", "benchmarks.compute_only", *extraction_flags])
-    figures_of_computing = compute_process.result
+    compute_figure_by_name = compute_process.result
     full_rows_tokens_per_second = (
-        figures_of_computing["full_rows_tokens"] / figures_of_computing["full_rows_seconds"]
+        compute_figure_by_name["full_rows_tokens"] / compute_figure_by_name["full_rows_seconds"]
     )
-    full_row_flops_per_token = bench.flops_per_token([bench.parsed_flags.max_seq_length])
+    full_row_flops_per_token = benchmark_inputs.flops_per_token(
+        [benchmark_inputs.parsed_flags.max_seq_length]
+    )
     return {
-        "tokens_per_second": extraction_figures["tokens"]
-        / extraction_figures["extraction_seconds"],
-        "compute_tokens_per_second": figures_of_computing["tokens"]
-        / figures_of_computing["seconds"],
+        "tokens_per_second": extraction_figure_by_name["tokens"]
+        / extraction_figure_by_name["extraction_seconds"],
+        "compute_tokens_per_second": compute_figure_by_name["tokens"]
+        / compute_figure_by_name["seconds"],
         "full_rows_tokens_per_second": full_rows_tokens_per_second,
         "full_rows_flops_per_second": full_rows_tokens_per_second * full_row_flops_per_token,
-        "steps": figures_of_computing["steps"],
+        "steps": compute_figure_by_name["steps"],
         "disturbed": max(
-            extraction_figures["disturbed"], compute_process.cpu_fraction_of_other_processes
+            extraction_figure_by_name["disturbed"], compute_process.cpu_fraction_of_other_processes
         ),
-        "bytes": extraction_figures["bytes"],
-        "bytes_per_token": extraction_figures["bytes"] / extraction_figures["tokens"],
-        "written_tokens": extraction_figures["tokens"],
-        "tokens": extraction_figures["tokens"],
-        "peak_bytes": extraction_figures["peak_bytes"],
-        "process_seconds": extraction_figures["process_seconds"],
-        "compile_seconds": extraction_figures["compile_seconds"],
-        "first_batch_seconds": extraction_figures["first_batch_seconds"],
+        "bytes": extraction_figure_by_name["bytes"],
+        "bytes_per_token": extraction_figure_by_name["bytes"] / extraction_figure_by_name["tokens"],
+        "written_tokens": extraction_figure_by_name["tokens"],
+        "tokens": extraction_figure_by_name["tokens"],
+        "peak_bytes": extraction_figure_by_name["peak_bytes"],
+        "process_seconds": extraction_figure_by_name["process_seconds"],
+        "compile_seconds": extraction_figure_by_name["compile_seconds"],
+        "first_batch_seconds": extraction_figure_by_name["first_batch_seconds"],
     }
 
 
-def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures:
+def run_competitor(
+    benchmark_inputs: BenchmarkInputs, name: str, dtype: str, output: Path
+) -> Figures:
     """Measures a competitor, which uses transformers: runs competitors.py in a separate process.
 
     Args:
-        bench: The inputs.
+        benchmark_inputs: The model, the documents and the flags of the benchmark, which are the
+            same for all contenders (programs whose speeds are compared).
         name: The name of the competitor, which is the name of an extraction method of
             competitors.py.
         dtype: The dtype of the model.
@@ -315,96 +329,105 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
             the fraction of processor time that other processes used meanwhile.
         versions: A dict: name of a package -> its version.
     """
-    document_selection = bench.document_selection(name)
+    selection_ratios = benchmark_inputs.selection_ratios_of(name)
     competitor_command = [
-        str(bench.parsed_flags.competitors),
+        str(benchmark_inputs.parsed_flags.competitors),
         str(ROOT / "benchmarks/competitors.py"),
         name,
     ]
     competitor_command += [
         "--model",
-        str(bench.folder / "model"),
+        str(benchmark_inputs.folder / "model"),
         "--output",
         str(output),
         "--dtype",
         dtype,
     ]
-    competitor_command += ["--token_ids", str(bench.folder / "token_ids.json")]
-    competitor_command += ["--every", str(document_selection.computed_batch_stride)]
+    competitor_command += ["--token_ids", str(benchmark_inputs.folder / "token_ids.json")]
+    competitor_command += ["--every", str(selection_ratios.batches_per_computed_batch)]
     competitor_command += [
         "--written_every",
-        str(document_selection.written_document_stride),
+        str(selection_ratios.computed_documents_per_written_document),
     ]
-    competitor_command += ["--hooks", *bench.hook_names]
+    competitor_command += ["--hooks", *benchmark_inputs.hook_names]
     competitor_process = run(competitor_command)
-    competitor_figures = competitor_process.result
+    competitor_figure_by_name = competitor_process.result
     computing_seconds_per_token = (
-        competitor_figures["compute_seconds"] / competitor_figures["tokens"]
+        competitor_figure_by_name["compute_seconds"] / competitor_figure_by_name["tokens"]
     )
     storing_seconds_per_token = (
-        competitor_figures["store_seconds"] / competitor_figures["written_tokens"]
+        competitor_figure_by_name["store_seconds"] / competitor_figure_by_name["written_tokens"]
     )
     return {
         "tokens_per_second": 1 / (computing_seconds_per_token + storing_seconds_per_token),
         "compute_tokens_per_second": 1 / computing_seconds_per_token,
-        "bytes_per_token": competitor_figures["bytes"] / competitor_figures["written_tokens"],
-        "bytes": competitor_figures["bytes"],
-        "tokens": competitor_figures["tokens"],
-        "written_tokens": competitor_figures["written_tokens"],
-        "peak_bytes": competitor_process.peak_bytes,
+        "bytes_per_token": competitor_figure_by_name["bytes"]
+        / competitor_figure_by_name["written_tokens"],
+        "bytes": competitor_figure_by_name["bytes"],
+        "tokens": competitor_figure_by_name["tokens"],
+        "written_tokens": competitor_figure_by_name["written_tokens"],
+        "peak_bytes": competitor_process.peak_memory_bytes,
         "process_seconds": competitor_process.seconds,
         "disturbed": competitor_process.cpu_fraction_of_other_processes,
-        "versions": competitor_figures["versions"],
+        "versions": competitor_figure_by_name["versions"],
     }
 
 
-def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
+def run_all(benchmark_inputs: BenchmarkInputs) -> dict[str, dict[str, list[Figures]]]:
     """Runs every contender once for each round and dtype.
 
     A contender is this tool or a competitor, which is an extraction method of competitors.py.
 
     Args:
-        bench: The inputs.
+        benchmark_inputs: The model, the documents and the flags of the benchmark, which are the
+            same for all contenders (programs whose speeds are compared).
 
     Returns:
-        Contender -> dtype -> the figures of each round.
+        Name of a contender -> dtype -> a list with the figures of each round.
 
     Raises:
         SystemExit: If a contender stored other tokens than the documents have, or if its
             activations differ from the first contender's by more than rounding explains.
     """
-    agreement = Agreement(bench.documents)
-    round_figures_by_contender_and_dtype: dict[str, dict[str, list[Figures]]] = defaultdict(
+    agreement_checker = Agreement(benchmark_inputs.documents)
+    figures_of_rounds_by_dtype_by_contender: dict[str, dict[str, list[Figures]]] = defaultdict(
         lambda: defaultdict(list)
     )
     # float32 is measured first, because the experts that tokens are routed to in bfloat16 are
     # compared with the experts in float32.
-    dtypes = sorted(bench.parsed_flags.dtypes, reverse=True)
-    for round_number in range(1, bench.parsed_flags.rounds + 1):
+    dtypes = sorted(benchmark_inputs.parsed_flags.dtypes, reverse=True)
+    for round_number in range(1, benchmark_inputs.parsed_flags.rounds + 1):
         for dtype in dtypes:
-            for contender in bench.parsed_flags.only:
-                output_folder = bench.folder / contender
-                if contender == "ours":
-                    figures_of_contender = run_ours(bench, dtype, output_folder)
+            for contender_name in benchmark_inputs.parsed_flags.only:
+                output_folder = benchmark_inputs.folder / contender_name
+                if contender_name == "ours":
+                    contender_figure_by_name = run_ours(benchmark_inputs, dtype, output_folder)
                 else:
-                    figures_of_contender = run_competitor(bench, contender, dtype, output_folder)
+                    contender_figure_by_name = run_competitor(
+                        benchmark_inputs, contender_name, dtype, output_folder
+                    )
                 try:
-                    comparison = agreement.check(
-                        output_folder, dtype, figures_of_contender["written_tokens"]
+                    comparison = agreement_checker.check(
+                        output_folder, dtype, contender_figure_by_name["written_tokens"]
                     )
                 except Disagreement as error:
                     raise SystemExit(f"error: {error}") from error
-                figures_of_contender |= agreement_figures(comparison, bench.has_experts)
+                contender_figure_by_name |= agreement_figures(
+                    comparison, benchmark_inputs.has_experts
+                )
                 shutil.rmtree(output_folder)
-                round_figures_by_contender_and_dtype[contender][dtype].append(figures_of_contender)
+                figures_of_rounds_by_dtype_by_contender[contender_name][dtype].append(
+                    contender_figure_by_name
+                )
                 print(
-                    f"round {round_number}: {contender} {dtype}: "
-                    f"{figures_of_contender['tokens_per_second']:.0f} tokens/s, "
-                    f"computing alone {figures_of_contender['compute_tokens_per_second']:.0f}; "
-                    f"other processes used {figures_of_contender['disturbed']:.0%} of the machine",
+                    f"round {round_number}: {contender_name} {dtype}: "
+                    f"{contender_figure_by_name['tokens_per_second']:.0f} tokens/s, "
+                    f"computing alone {contender_figure_by_name['compute_tokens_per_second']:.0f}; "
+                    "other processes used "
+                    f"{contender_figure_by_name['disturbed']:.0%} of the machine",
                     flush=True,
                 )
-    return round_figures_by_contender_and_dtype
+    return figures_of_rounds_by_dtype_by_contender
 
 
 def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
@@ -429,30 +452,31 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
             layers as in the float32 run of the first contender. None if the model has no experts,
             if there was no float32 run, or if no tokens were compared.
     """
-    changed_token_fraction = None
+    fraction_of_tokens_with_changed_experts = None
     if (
         has_experts
         and comparison.num_tokens_with_changed_experts is not None
         and comparison.num_compared_tokens
     ):
-        changed_token_fraction = (
+        fraction_of_tokens_with_changed_experts = (
             comparison.num_tokens_with_changed_experts / comparison.num_compared_tokens
         )
     return {
         "deviation": comparison.largest_deviation,
         "compared_tokens": comparison.num_compared_tokens,
-        "changed_experts": changed_token_fraction,
+        "changed_experts": fraction_of_tokens_with_changed_experts,
     }
 
 
-def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
+def summarise(benchmark_inputs: BenchmarkInputs, rounds: Sequence[Figures], peak: float) -> Figures:
     """Summarises the figures of one contender in one dtype over all rounds.
 
     A contender is either this tool or a competitor, which is an extraction method of
     competitors.py.
 
     Args:
-        bench: The inputs that all contenders share.
+        benchmark_inputs: The model, the documents and the flags of the benchmark, which are the
+            same for all contenders (programs whose speeds are compared).
         rounds: For each round, the figures of the contender: name of a figure -> figure.
         peak: The FLOP/s of the fastest matrix product in this dtype.
 
@@ -475,11 +499,13 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
         tokens_per_second_of_rounds: The speed of the extraction in each round.
     """
     median_by_figure_name = {
-        figure_name: statistics.median(figures_of_round[figure_name] for figures_of_round in rounds)
+        figure_name: statistics.median(figure_by_name[figure_name] for figure_by_name in rounds)
         for figure_name, figure in rounds[0].items()
         if isinstance(figure, int | float)
     }
-    flops_per_token = bench.flops_per_token([len(token_ids) for token_ids in bench.documents])
+    flops_per_token = benchmark_inputs.flops_per_token(
+        [len(token_ids) for token_ids in benchmark_inputs.documents]
+    )
     median_by_figure_name["flops_per_second"] = (
         median_by_figure_name["tokens_per_second"] * flops_per_token
     )
@@ -501,28 +527,33 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
     )
     # These figures may be None or a dict, which have no median, so their values in the first round
     # are returned. If a figure is a number, its median replaces its value below.
-    figures_of_first_round = {
+    first_round_value_by_figure_name = {
         figure_name: rounds[0].get(figure_name)
         for figure_name in ("deviation", "changed_experts", "versions")
     }
-    speeds_of_rounds = [figures_of_round["tokens_per_second"] for figures_of_round in rounds]
+    speeds_of_rounds = [figure_by_name["tokens_per_second"] for figure_by_name in rounds]
     return {
-        **figures_of_first_round,
+        **first_round_value_by_figure_name,
         **median_by_figure_name,
         "tokens_per_second_of_rounds": speeds_of_rounds,
     }
 
 
 def report(
-    bench: Bench,
-    round_figures_by_contender_and_dtype: dict[str, dict[str, list[Figures]]],
+    benchmark_inputs: BenchmarkInputs,
+    figures_of_rounds_by_dtype_by_contender: dict[str, dict[str, list[Figures]]],
     peaks: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     """Prints a table of the figures of all contenders, and returns the figures as a dict for JSON.
 
+    A contender is this tool ("ours") or a competitor, which is an extraction method of
+    competitors.py.
+
     Args:
-        bench: The inputs.
-        round_figures_by_contender_and_dtype: Contender -> dtype -> the figures of each round.
+        benchmark_inputs: The model, the documents and the flags of the benchmark, which are the
+            same for all contenders (programs whose speeds are compared).
+        figures_of_rounds_by_dtype_by_contender: Name of a contender -> dtype -> a list with the
+            figures of each round.
         peaks: A dict of three dicts, each with dtype -> FLOP/s of the fastest matrix product. The
             dicts "before" and "after" were measured before and after the runs of the contenders,
             and "best" contains the larger value for each dtype.
@@ -534,47 +565,54 @@ def report(
         documents: A dict with "count" and "tokens", the numbers of documents and of their tokens,
             and with "layers", the numbers of the extracted layers.
         peak_flops_per_second: The argument `peaks`.
-        contenders: Contender -> dtype -> a dict of the figures (see `summarise`). Each of these
-            dicts also has the key "part": the selection of the documents that the contender
-            computed and wrote.
-        ours_over: Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
+        contenders: Name of a contender -> dtype -> a dict of the figures (see `summarise`). Each of
+            these dicts also has the key "part": the parts of the documents that the contender
+            computed and wrote (see `SelectionRatios`).
+        ours_over: Name of a competitor -> dtype -> speed of this tool, divided by the competitor's
+            speed.
     """
     print(HEADER)
-    summary_by_contender_and_dtype: dict[str, dict[str, Figures]] = defaultdict(dict)
-    for contender, round_figures_by_dtype in round_figures_by_contender_and_dtype.items():
-        document_selection = bench.document_selection(contender)
-        for dtype, figures_of_rounds in round_figures_by_dtype.items():
-            summarised_figures = summarise(bench, figures_of_rounds, peaks["best"][dtype])
-            summary_by_contender_and_dtype[contender][dtype] = {
-                **summarised_figures,
-                "part": document_selection,
+    summary_by_dtype_by_contender: dict[str, dict[str, Figures]] = defaultdict(dict)
+    for (
+        contender_name,
+        figures_of_rounds_by_dtype,
+    ) in figures_of_rounds_by_dtype_by_contender.items():
+        selection_ratios = benchmark_inputs.selection_ratios_of(contender_name)
+        for dtype, figures_of_rounds in figures_of_rounds_by_dtype.items():
+            summary_by_figure_name = summarise(
+                benchmark_inputs, figures_of_rounds, peaks["best"][dtype]
+            )
+            summary_by_dtype_by_contender[contender_name][dtype] = {
+                **summary_by_figure_name,
+                "part": selection_ratios,
             }
-            print(table_line(contender, dtype, summarised_figures, document_selection))
-    # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
-    speed_ratio_by_competitor_and_dtype: dict[str, dict[str, float]] = defaultdict(dict)
-    for dtype, summarised_figures in summary_by_contender_and_dtype.get("ours", {}).items():
-        for competitor in summary_by_contender_and_dtype.keys() - {"ours"}:
-            competitor_tokens_per_second = summary_by_contender_and_dtype[competitor][dtype][
+            print(table_line(contender_name, dtype, summary_by_figure_name, selection_ratios))
+    # Name of a competitor -> dtype -> speed of this tool, divided by the competitor's speed.
+    speed_ratio_by_dtype_by_competitor: dict[str, dict[str, float]] = defaultdict(dict)
+    for dtype, summary_by_figure_name in summary_by_dtype_by_contender.get("ours", {}).items():
+        for competitor_name in summary_by_dtype_by_contender.keys() - {"ours"}:
+            competitor_tokens_per_second = summary_by_dtype_by_contender[competitor_name][dtype][
                 "tokens_per_second"
             ]
-            speed_ratio_by_competitor_and_dtype[competitor][dtype] = (
-                summarised_figures["tokens_per_second"] / competitor_tokens_per_second
+            speed_ratio_by_dtype_by_competitor[competitor_name][dtype] = (
+                summary_by_figure_name["tokens_per_second"] / competitor_tokens_per_second
             )
         print(
-            f"ours {dtype}: compiled in {summarised_figures['compile_seconds']:.1f} s; the storage "
-            f"got the first batch {summarised_figures['first_batch_seconds']:.1f} s after the "
-            "start; the step alone computes full rows at "
-            f"{summarised_figures['full_rows_tokens_per_second']:.0f} tokens/s, "
-            f"{summarised_figures['full_rows_of_peak']:.0%} of the peak of "
+            f"ours {dtype}: compiled in {summary_by_figure_name['compile_seconds']:.1f} s; "
+            "the storage got the first batch "
+            f"{summary_by_figure_name['first_batch_seconds']:.1f} s after the start; "
+            "the step alone computes full rows at "
+            f"{summary_by_figure_name['full_rows_tokens_per_second']:.0f} tokens/s, "
+            f"{summary_by_figure_name['full_rows_of_peak']:.0%} of the peak of "
             f"{peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
-    for competitor, speed_ratio_by_dtype in speed_ratio_by_competitor_and_dtype.items():
+    for competitor_name, speed_ratio_by_dtype in speed_ratio_by_dtype_by_competitor.items():
         ratio_texts = [
             f"{dtype} {speed_ratio:.2f}" for dtype, speed_ratio in speed_ratio_by_dtype.items()
         ]
-        print(f"ours / {competitor}: " + ", ".join(ratio_texts))
-    document_lengths = [len(token_ids) for token_ids in bench.documents]
-    value_by_flag_name = vars(bench.parsed_flags).copy()
+        print(f"ours / {competitor_name}: " + ", ".join(ratio_texts))
+    document_lengths = [len(token_ids) for token_ids in benchmark_inputs.documents]
+    value_by_flag_name = vars(benchmark_inputs.parsed_flags).copy()
     # --competitors is a path on this machine, which means nothing to readers of the result.
     del value_by_flag_name["competitors"]
     package_names = ("jax", "jaxlib", "numpy", "isal")
@@ -584,17 +622,15 @@ def report(
         "documents": {
             "count": len(document_lengths),
             "tokens": sum(document_lengths),
-            "layers": bench.layers,
+            "layers": benchmark_inputs.layer_numbers,
         },
         "peak_flops_per_second": peaks,
-        "contenders": summary_by_contender_and_dtype,
-        "ours_over": speed_ratio_by_competitor_and_dtype,
+        "contenders": summary_by_dtype_by_contender,
+        "ours_over": speed_ratio_by_dtype_by_competitor,
     }
 
 
-def table_line(
-    name: str, dtype: str, figures: Figures, document_selection: DocumentSelection
-) -> str:
+def table_line(name: str, dtype: str, figures: Figures, selection_ratios: SelectionRatios) -> str:
     """Returns the line of one contender in one dtype, for the table that `report` prints.
 
     HEADER contains the names of the columns.
@@ -603,7 +639,7 @@ def table_line(
         name: The name of the contender.
         dtype: The dtype of the contender's model.
         figures: The figures of the contender, as `summarise` returns them.
-        document_selection: The selection of the documents that the contender computes and writes.
+        selection_ratios: The parts of the documents that the contender computes and writes.
     """
     end_to_end_tokens_per_second = figures["tokens_per_second"]
     tokens_per_second_of_computation = figures["compute_tokens_per_second"]
@@ -620,8 +656,8 @@ def table_line(
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
         f" {figures['process_seconds']:6.0f} s {deviation_text:>10} {changed_experts_text:>8}"
-        f" {figures['disturbed']:9.0%}  1/{document_selection.computed_batch_stride} computed,"
-        f" 1/{document_selection.written_document_stride} of it written"
+        f" {figures['disturbed']:9.0%}  1/{selection_ratios.batches_per_computed_batch} computed,"
+        f" 1/{selection_ratios.computed_documents_per_written_document} of it written"
     )
 
 
@@ -636,10 +672,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=DOCUMENT_SELECTIONS,
-        default=list(DOCUMENT_SELECTIONS),
+        choices=SELECTION_RATIOS_BY_CONTENDER,
+        default=list(SELECTION_RATIOS_BY_CONTENDER),
         metavar="NAME",
-        help=f"contenders to measure (default: {' '.join(DOCUMENT_SELECTIONS)})",
+        help=f"contenders to measure (default: {' '.join(SELECTION_RATIOS_BY_CONTENDER)})",
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch_size", type=int, help="rows per step (default: the tool's)")
@@ -676,9 +712,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--competitors {parsed_flags.competitors}: no such file; `make bench` installs it"
         )
     with tempfile.TemporaryDirectory() as temporary_folder:
-        bench = prepare(Path(temporary_folder), parsed_flags)
+        benchmark_inputs = prepare(Path(temporary_folder), parsed_flags)
         peak_flops_per_second_by_dtype_before_runs = measure_peaks(parsed_flags)
-        round_figures_by_contender_and_dtype = run_all(bench)
+        figures_of_rounds_by_dtype_by_contender = run_all(benchmark_inputs)
         peak_flops_per_second_by_dtype_after_runs = measure_peaks(parsed_flags)
         best_peak_flops_per_second_by_dtype = {
             dtype: max(
@@ -692,8 +728,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "after": peak_flops_per_second_by_dtype_after_runs,
             "best": best_peak_flops_per_second_by_dtype,
         }
-        report_content = report(bench, round_figures_by_contender_and_dtype, measured_peaks)
-    print_result(report_content)
+        report_fields = report(
+            benchmark_inputs, figures_of_rounds_by_dtype_by_contender, measured_peaks
+        )
+    print_result(report_fields)
 
 
 if __name__ == "__main__":

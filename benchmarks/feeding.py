@@ -76,9 +76,9 @@ def make_rows(folder: Path, count: int) -> None:
         for text, word_count in zip(texts, word_counts, strict=True)
     ]
     for file_number in range(2):
-        file_table = pyarrow.Table.from_pylist(document_rows[file_number::2])
+        document_table = pyarrow.Table.from_pylist(document_rows[file_number::2])
         pyarrow.parquet.write_table(
-            file_table, folder / f"{file_number}.parquet", row_group_size=500
+            document_table, folder / f"{file_number}.parquet", row_group_size=500
         )
 
 
@@ -170,22 +170,22 @@ def main() -> None:
         if parsed_flags.tokenizer is None:
             make_tokenizer(data_folder)
         (data_folder / "template.jinja").write_text(TEMPLATE)
-        dataset_flags = f"--dataset_path {data_folder}/*.parquet"
-        chat_flags = f"--messages_column messages --chat_template {data_folder}/template.jinja"
-        flags_by_input_name = {
-            "text": dataset_flags,
-            "chat": f"{dataset_flags} {chat_flags}",
+        dataset_flags_text = f"--dataset_path {data_folder}/*.parquet"
+        chat_flags_text = f"--messages_column messages --chat_template {data_folder}/template.jinja"
+        flags_text_by_input_name = {
+            "text": dataset_flags_text,
+            "chat": f"{dataset_flags_text} {chat_flags_text}",
             "mixture": f"--mix {data_folder}/0.parquet=0.7 {data_folder}/1.parquet=0.3",
-            "shuffled": f"{dataset_flags} --shuffle_documents 1",
-            "split": f"{dataset_flags} --long_documents split",
-            "ids": f"{dataset_flags} --ids_column ids",
+            "shuffled": f"{dataset_flags_text} --shuffle_documents 1",
+            "split": f"{dataset_flags_text} --long_documents split",
+            "ids": f"{dataset_flags_text} --ids_column ids",
         }
         tokens_per_second_of_rounds_by_input: dict[str, list[float]] = {
-            input_name: [] for input_name in flags_by_input_name
+            input_name: [] for input_name in flags_text_by_input_name
         }
         for _ in range(parsed_flags.rounds):
-            for input_name, flags in flags_by_input_name.items():
-                config = parse_args(flags.split())
+            for input_name, flags_text in flags_text_by_input_name.items():
+                config = parse_args(flags_text.split())
                 tokens_per_second = measure(
                     config.text_options, parsed_flags.tokenizer or data_folder
                 )

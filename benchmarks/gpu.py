@@ -67,7 +67,9 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
         "--compilation_cache",
         str(options.folder / "programs"),
     ]
-    layer_number_texts = [str(layer) for layer in evenly_spaced(num_hooks, num_layers)]
+    layer_number_texts = [
+        str(layer_number) for layer_number in evenly_spaced(num_hooks, num_layers)
+    ]
     extraction_flags += [
         "--shard_format",
         "safetensors",
@@ -75,36 +77,39 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
         *layer_number_texts,
     ]
     compute_command = [sys.executable, "-m", "benchmarks.compute_only", *extraction_flags]
-    figures_of_computing = run(compute_command, options.platform).result
+    compute_figure_by_name = run(compute_command, options.platform).result
     output_folder = options.folder / "out"
-    extraction_figures = extract(output_folder, extraction_flags, options.platform)
+    extraction_figure_by_name = extract(output_folder, extraction_flags, options.platform)
     run_metadata = json.loads((output_folder / "metadata.json").read_text())
     shutil.rmtree(output_folder)
     full_rows_tokens_per_second = (
-        figures_of_computing["full_rows_tokens"] / figures_of_computing["full_rows_seconds"]
+        compute_figure_by_name["full_rows_tokens"] / compute_figure_by_name["full_rows_seconds"]
     )
     return {
         "step_tokens_per_second": full_rows_tokens_per_second,
         "step_flops_per_second": full_rows_tokens_per_second
-        * figures_of_computing["full_rows_flops_per_token"],
-        "packed_tokens_per_second": figures_of_computing["tokens"]
-        / figures_of_computing["seconds"],
-        "tokens_per_second": extraction_figures["tokens"]
-        / extraction_figures["extraction_seconds"],
-        "bytes_per_second": extraction_figures["bytes"] / extraction_figures["extraction_seconds"],
+        * compute_figure_by_name["full_rows_flops_per_token"],
+        "packed_tokens_per_second": compute_figure_by_name["tokens"]
+        / compute_figure_by_name["seconds"],
+        "tokens_per_second": extraction_figure_by_name["tokens"]
+        / extraction_figure_by_name["extraction_seconds"],
+        "bytes_per_second": extraction_figure_by_name["bytes"]
+        / extraction_figure_by_name["extraction_seconds"],
         "kernels": {
             kernel_field: run_metadata[kernel_field]
-            for kernel_field in figures_of_computing["kernels"]
+            for kernel_field in compute_figure_by_name["kernels"]
         },
         **{
-            figure_name: extraction_figures[figure_name]
+            figure_name: extraction_figure_by_name[figure_name]
             for figure_name in ("tokens", "compile_seconds", "process_seconds")
         },
     }
 
 
 def measure_transformers(folder: Path, num_hooks: int, options: argparse.Namespace) -> Figures:
-    """Measures transformers: runs gpu_torch.py in its own process.
+    """Measures how fast transformers computes residual streams and copies them to the host.
+
+    The measurement is made by gpu_torch.py, which this function runs in its own process.
 
     Args:
         folder: The folder of the model.
@@ -112,8 +117,13 @@ def measure_transformers(folder: Path, num_hooks: int, options: argparse.Namespa
         options: The parsed flags of this benchmark.
 
     Returns:
-        The JSON object that gpu_torch.py printed. It is {"failed": message} if the script failed,
-        for example because the memory of the GPU was full.
+        A dict with these figures.
+        tokens_per_second: A dict: order of the documents, "as they come", "by length" or "full
+            rows" -> tokens per second, without padding. In full rows, all documents have the same
+            length.
+        versions: A dict: name of a package, "torch" or "transformers" -> its version.
+        failed: The error message. It is the only figure if gpu_torch.py failed, for example because
+            the memory of the GPU was full. Otherwise, it is missing.
     """
     transformers_command = [sys.executable, "-m", "benchmarks.gpu_torch", "--model", str(folder)]
     transformers_command += [
@@ -134,8 +144,8 @@ def measure_transformers(folder: Path, num_hooks: int, options: argparse.Namespa
 def describe(
     shape: str,
     num_hooks: int,
-    tool_measurements: Figures,
-    transformers_measurements: Figures,
+    tool_figure_by_name: Figures,
+    transformers_figure_by_name: Figures,
     peak: float,
 ) -> Iterator[str]:
     """Yields lines that describe the figures of one model and one number of hooks.
@@ -143,21 +153,22 @@ def describe(
     Args:
         shape: The name of the model's shape.
         num_hooks: The number of layers whose residual stream is stored.
-        tool_measurements: Name of a figure of this tool -> figure (see `measure_tool`).
-        transformers_measurements: Name of a figure of transformers with PyTorch -> figure (see
-            gpu_torch.py). It is {"failed": message} if transformers could not be measured.
+        tool_figure_by_name: Name of a figure of this tool -> figure (see `measure_tool`).
+        transformers_figure_by_name: Name of a figure of transformers -> figure (see
+            `measure_transformers`). It is {"failed": message} if transformers could not be
+            measured.
         peak: The FLOP/s of the fastest matrix product.
     """
-    tool_tokens_per_second = tool_measurements["tokens_per_second"]
+    tool_tokens_per_second = tool_figure_by_name["tokens_per_second"]
     yield (
         f"{shape} {num_hooks} hooks: "
-        f"step {tool_measurements['step_tokens_per_second']:.0f} tokens/s, "
-        f"{tool_measurements['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; "
+        f"step {tool_figure_by_name['step_tokens_per_second']:.0f} tokens/s, "
+        f"{tool_figure_by_name['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; "
         f"end to end {tool_tokens_per_second:.0f} tokens/s "
-        f"({tool_measurements['packed_tokens_per_second']:.0f} without storing), "
-        f"{tool_measurements['bytes_per_second'] / 1e9:.2f} GB/s to disk"
+        f"({tool_figure_by_name['packed_tokens_per_second']:.0f} without storing), "
+        f"{tool_figure_by_name['bytes_per_second'] / 1e9:.2f} GB/s to disk"
     )
-    for batch_order, transformers_tokens_per_second in transformers_measurements.get(
+    for batch_order, transformers_tokens_per_second in transformers_figure_by_name.get(
         "tokens_per_second", {}
     ).items():
         yield (
@@ -199,12 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_documents(parsed_flags.folder / "documents.jsonl", parsed_flags.documents)
         peak_flops_per_second_by_library = {}
         for library in ("jax", "torch"):
-            peak_command = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
-            peak_command += ["--dtypes", "bfloat16"]
+            peak_flops_command = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
+            peak_flops_command += ["--dtypes", "bfloat16"]
             if backend == "gpu":
-                peak_command.append("--gpu")
+                peak_flops_command.append("--gpu")
             peak_flops_per_second_by_library[library] = best(
-                run(peak_command, parsed_flags.platform).result
+                run(peak_flops_command, parsed_flags.platform).result
             )["bfloat16"]
         # Shape and number of hooks, such as "7B 14" -> "ours" or "transformers" -> figures.
         figures_by_shape_and_hooks: dict[str, dict[str, Figures]] = {}
@@ -214,20 +225,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model_config = model_config | {"num_hidden_layers": parsed_flags.depth}
             make_model(model_folder, model_config)
             for num_hooks in parsed_flags.hooks:
-                transformers_measurements = measure_transformers(
+                transformers_figure_by_name = measure_transformers(
                     model_folder, num_hooks, parsed_flags
                 )
-                tool_measurements = measure_tool(model_folder, num_hooks, parsed_flags)
+                tool_figure_by_name = measure_tool(model_folder, num_hooks, parsed_flags)
                 figures_by_shape_and_hooks[f"{shape_name} {num_hooks}"] = {
-                    "ours": tool_measurements,
-                    "transformers": transformers_measurements,
+                    "ours": tool_figure_by_name,
+                    "transformers": transformers_figure_by_name,
                 }
                 peak_flops_per_second = max(peak_flops_per_second_by_library.values())
                 description_lines = describe(
                     shape_name,
                     num_hooks,
-                    tool_measurements,
-                    transformers_measurements,
+                    tool_figure_by_name,
+                    transformers_figure_by_name,
                     peak_flops_per_second,
                 )
                 print(*description_lines, sep="\n", flush=True)

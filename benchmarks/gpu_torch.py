@@ -30,30 +30,32 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def add_hooks(model: Any, layers: Sequence[int], output_by_layer: dict[int, torch.Tensor]) -> None:
+def add_hooks(
+    model: Any, layer_numbers: Sequence[int], output_by_layer: dict[int, torch.Tensor]
+) -> None:
     """Adds hooks to a model that store the outputs of some layers in every forward pass.
 
     Args:
         model: The model of transformers.
-        layers: The numbers of the layers.
+        layer_numbers: The numbers of the layers.
         output_by_layer: The dict that receives the outputs: layer -> tensor (documents, tokens,
             width).
     """
 
-    def hook_of(layer: int) -> Callable[..., None]:
+    def hook_of(layer_number: int) -> Callable[..., None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            output_by_layer[layer] = output[0] if isinstance(output, tuple) else output
+            output_by_layer[layer_number] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
-    for layer in layers:
-        model.layers[layer].register_forward_hook(hook_of(layer))
+    for layer_number in layer_numbers:
+        model.layers[layer_number].register_forward_hook(hook_of(layer_number))
 
 
 @torch.inference_mode()
 def tokens_per_second(
     model: Any,
-    lengths_of_batches: Sequence[Sequence[int]],
+    document_lengths_of_batches: Sequence[Sequence[int]],
     output_by_layer: dict[int, torch.Tensor],
     host_buffer: torch.Tensor,
     seconds: float,
@@ -65,7 +67,7 @@ def tokens_per_second(
 
     Args:
         model: The model, with hooks (see `add_hooks`).
-        lengths_of_batches: For each batch, the lengths of its documents in tokens.
+        document_lengths_of_batches: For each batch, the lengths of its documents in tokens.
         output_by_layer: The dict in which the hooks store the outputs of layers.
         host_buffer: Tensor on the host into which the outputs are copied, (hooks, tokens, width).
         seconds: The time in seconds after which no further batch begins, except that at least two
@@ -75,31 +77,37 @@ def tokens_per_second(
         The number of tokens per second, without padding.
     """
 
-    def compute(batch_lengths: Sequence[int]) -> None:
-        longest_length = max(batch_lengths)
+    def compute(document_lengths_of_batch: Sequence[int]) -> None:
+        longest_length = max(document_lengths_of_batch)
         padded_ids = torch.randint(
-            model.config.vocab_size, (len(batch_lengths), longest_length), device=DEVICE
+            model.config.vocab_size, (len(document_lengths_of_batch), longest_length), device=DEVICE
         )
-        length_column = torch.tensor(batch_lengths, device=DEVICE)[:, None]
+        length_column = torch.tensor(document_lengths_of_batch, device=DEVICE)[:, None]
         attention_mask = (torch.arange(longest_length, device=DEVICE) < length_column).long()
         model(
             padded_ids,
-            attention_mask=None if min(batch_lengths) == longest_length else attention_mask,
+            attention_mask=None
+            if min(document_lengths_of_batch) == longest_length
+            else attention_mask,
             use_cache=False,
         )
         for hook_number, layer_output in enumerate(output_by_layer.values()):
-            buffer_of_hook = host_buffer[hook_number, : len(batch_lengths) * longest_length]
+            buffer_of_hook = host_buffer[
+                hook_number, : len(document_lengths_of_batch) * longest_length
+            ]
             buffer_of_hook.copy_(layer_output.flatten(0, 1), non_blocking=True)
 
-    for batch_lengths in lengths_of_batches[:3]:
-        compute(batch_lengths)
+    for document_lengths_of_batch in document_lengths_of_batches[:3]:
+        compute(document_lengths_of_batch)
     synchronize()
     start_time = time.perf_counter()
     num_tokens = num_batches = 0
     while time.perf_counter() - start_time < seconds or num_batches < 2:
-        batch_lengths = lengths_of_batches[num_batches % len(lengths_of_batches)]
-        compute(batch_lengths)
-        num_tokens += sum(batch_lengths)
+        document_lengths_of_batch = document_lengths_of_batches[
+            num_batches % len(document_lengths_of_batches)
+        ]
+        compute(document_lengths_of_batch)
+        num_tokens += sum(document_lengths_of_batch)
         num_batches += 1
         if num_batches % 4 == 0:
             synchronize()
@@ -139,19 +147,19 @@ def main() -> None:
         ("by length", sorted(document_lengths)),
     ):
         batch_starts = range(0, len(document_lengths), parsed_flags.rows)
-        lengths_of_batches = [
+        document_lengths_of_batches = [
             ordered_lengths[batch_start : batch_start + parsed_flags.rows]
             for batch_start in batch_starts
         ]
         # The batches are computed in random order, so that a random sample of them is measured if
         # the time is over before all of them are computed.
-        random.Random(0).shuffle(lengths_of_batches)
+        random.Random(0).shuffle(document_lengths_of_batches)
         tokens_per_second_by_document_order[order_phrase] = tokens_per_second(
-            model, lengths_of_batches, output_by_layer, host_buffer, parsed_flags.seconds
+            model, document_lengths_of_batches, output_by_layer, host_buffer, parsed_flags.seconds
         )
-    lengths_of_full_batch = [parsed_flags.length] * parsed_flags.rows
+    document_lengths_of_full_batch = [parsed_flags.length] * parsed_flags.rows
     tokens_per_second_by_document_order["full rows"] = tokens_per_second(
-        model, [lengths_of_full_batch], output_by_layer, host_buffer, parsed_flags.seconds
+        model, [document_lengths_of_full_batch], output_by_layer, host_buffer, parsed_flags.seconds
     )
     version_by_package = {package: version(package) for package in ("torch", "transformers")}
     print(

@@ -158,8 +158,10 @@ def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
 def make_documents(path: Path, count: int) -> None:
     """Writes documents of random letters as JSON Lines with the field "text".
 
-    With the tokenizer of `make_model`, every letter is one token, so the lengths in tokens are
-    distributed like the lengths of documents in FineWeb-Edu.
+    The number of letters of each document is drawn from a log-normal distribution. It resembles the
+    distribution of the lengths of documents in FineWeb-Edu, in tokens. With the tokenizer of
+    `make_model`, every letter is one token, so the lengths in tokens have this distribution. They
+    are at most MAX_TOKENS.
 
     Args:
         path: The path of the file to write.

@@ -68,8 +68,9 @@ status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)
 """
-# A process is killed at a random moment, at most this number of seconds after its start or after
-# its first sign of life.
+# A process is killed at a random moment. The moment is at most this number of seconds after the
+# start of the process or, if `Extraction.kill` first waits until the process has stored a file, at
+# most this number of seconds after this file is stored.
 MAX_SECONDS_TO_KILL = 0.8
 # The largest allowed difference between a value of a disturbed run (whose processes were killed or
 # stopped) and the same value of an undisturbed run, divided by the root mean square of the values
@@ -110,13 +111,13 @@ class StartedProcess(NamedTuple):
         Raises:
             RuntimeError: If the process has ended in another way.
         """
-        process_status = self.process.wait()
+        exit_status = self.process.wait()
         log_text = self.log_path.read_text(errors="replace")
-        if process_status == 2 and TAKEN_OVER in log_text.splitlines()[-1]:
+        if exit_status == 2 and TAKEN_OVER in log_text.splitlines()[-1]:
             return "lost"
-        if process_status not in (0, -signal.SIGKILL):
-            raise RuntimeError(f"a process has ended with status {process_status}: {log_text}")
-        return "done" if process_status == 0 else "killed"
+        if exit_status not in (0, -signal.SIGKILL):
+            raise RuntimeError(f"a process has ended with status {exit_status}: {log_text}")
+        return "done" if exit_status == 0 else "killed"
 
 
 @dataclass
@@ -165,16 +166,16 @@ class Extraction:
         process = Forked(extraction_command, process_environment | dict(self.environment), log_path)
         return StartedProcess(process, log_path)
 
-    def kill(self, signs_of_life: Callable[[], object], kills: int) -> int:
+    def kill(self, count_stored_files: Callable[[], int], kills: int) -> int:
         """Starts and kills the extraction several times, and then lets it complete.
 
         The first two kills and every fourth kill come at a random moment after the start of the
-        process. The other kills come at a random moment after its first sign of life. If the run is
-        complete before it is killed, it is not started again.
+        process. The other kills come at a random moment after the process has stored its first
+        file. If the run is complete before it is killed, it is not started again.
 
         Args:
-            signs_of_life: A function without arguments, whose result changes when a process has
-                begun to store.
+            count_stored_files: A function without arguments that returns the number of stored
+                files, which grows when a process has begun to store.
             kills: The number of processes to kill.
 
         Returns:
@@ -184,12 +185,12 @@ class Extraction:
             RuntimeError: If a process fails.
         """
         for kill_number in range(kills):
-            signs_of_life_before_start = signs_of_life()
+            num_stored_files_before_start = count_stored_files()
             started_process = self.start()
             if kill_number > 1 and kill_number % 4:
                 while (
                     started_process.process.poll() is None
-                    and signs_of_life() == signs_of_life_before_start
+                    and count_stored_files() == num_stored_files_before_start
                 ):
                     time.sleep(0.01)
             time.sleep(self.rng.uniform(0, MAX_SECONDS_TO_KILL))
@@ -247,13 +248,13 @@ class Sample(NamedTuple):
     """A sample that a run has stored.
 
     Attributes:
-        ids_and_positions: Tuple of two lists: the ids of the stored tokens, and their positions in
-            the sample, from 0.
+        token_ids_and_positions: Tuple of two lists: the ids of the stored tokens, and their
+            positions in the sample, from 0.
         facts: Row of the sample in the table of samples.
         activations_by_hook_key: Key of a hook -> activations (tokens, width).
     """
 
-    ids_and_positions: tuple[list[int], list[int]]
+    token_ids_and_positions: tuple[list[int], list[int]]
     facts: SampleFacts
     activations_by_hook_key: Mapping[Any, Any]
 
@@ -285,10 +286,10 @@ def samples_in(*urls: object) -> dict[int, Sample]:
             for stored_sample, table_row in zip(samples_of_commit, table_rows, strict=True):
                 sample_facts = table_row.facts
                 sample_number = sample_facts.sample_idx
-                sample_number_in_shard_file = stored_sample.tokens.sample_idx
+                sample_number_read_from_shard = stored_sample.tokens.sample_idx
                 if (
                     sample_number in sample_by_sample_number
-                    or sample_number_in_shard_file != sample_number
+                    or sample_number_read_from_shard != sample_number
                 ):
                     raise RuntimeError(f"{folder.url}: sample {sample_number} is stored twice")
                 sample_by_sample_number[sample_number] = Sample(
@@ -328,13 +329,14 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
             f"unexpected samples: {unexpected_sample_numbers}"
         )
     for sample_number, expected_sample in undisturbed.items():
-        disturbed_sample = disturbed[sample_number]
-        if (disturbed_sample.ids_and_positions, disturbed_sample.facts) != (
-            expected_sample.ids_and_positions,
+        disturbed_run_sample = disturbed[sample_number]
+        if (disturbed_run_sample.token_ids_and_positions, disturbed_run_sample.facts) != (
+            expected_sample.token_ids_and_positions,
             expected_sample.facts,
         ):
             raise RuntimeError(
-                f"sample {sample_number}: {disturbed_sample[:2]}, expected {expected_sample[:2]}"
+                f"sample {sample_number}: {disturbed_run_sample[:2]}, "
+                f"expected {expected_sample[:2]}"
             )
 
     def values_at(hook_key: Any, samples: Mapping[int, Sample]) -> np.ndarray:
@@ -383,14 +385,14 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         Name of an input -> flags that select its model, its data set and the way to read it.
     """
     model_folder = demo.make_demo(folder)[0]
-    expert_model_folder = folder / "experts"
-    expert_model_folder.mkdir()
-    expert_model_config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
-    (expert_model_folder / "config.json").write_text(json.dumps(expert_model_config))
+    moe_model_folder = folder / "experts"
+    moe_model_folder.mkdir()
+    moe_model_config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
+    (moe_model_folder / "config.json").write_text(json.dumps(moe_model_config))
     for file_name in ("tokenizer.json", "tokenizer_config.json"):
-        (expert_model_folder / file_name).write_bytes((model_folder / file_name).read_bytes())
-    weight_spec_by_path = weight_table(Qwen2(parse_model_config(expert_model_config)))
-    demo.write_weights(expert_model_folder / "model.safetensors", weight_spec_by_path.values())
+        (moe_model_folder / file_name).write_bytes((model_folder / file_name).read_bytes())
+    weight_spec_by_path = weight_table(Qwen2(parse_model_config(moe_model_config)))
+    demo.write_weights(moe_model_folder / "model.safetensors", weight_spec_by_path.values())
     template_path = folder / "template.jinja"
     template_path.write_text(QWEN2_5)
 
@@ -439,14 +441,14 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
 
     model_flags = ["--model_path", str(model_folder)]
     text_flags = [*model_flags, "--dataset_path", documents_path]
-    flags_for_files = [*model_flags, "--dataset_path", str(folder / "files")]
+    flags_with_dataset_folder = [*model_flags, "--dataset_path", str(folder / "files")]
     sources_with_weights = [f"{first_half_path}=0.7", f"{folder}/half.parquet=0.3"]
     chat_flags = ["--dataset_path", conversations_path, "--messages_column", "messages"]
     chat_flags += ["--chat_template", str(template_path), "--roles", "system", "user"]
     ids_flags = ["--dataset_path", token_ids_path, "--ids_column", "ids", "--mask_column", "mask"]
     return {
         "text": text_flags,
-        "shuffled files": [*flags_for_files, "--shuffle_documents", "3"],
+        "shuffled files": [*flags_with_dataset_folder, "--shuffle_documents", "3"],
         "mixture": [*model_flags, "--mix", *sources_with_weights],
         "pieces": [*text_flags, "--long_documents", "split", "--overlap", "8"],
         "chat": [*model_flags, *chat_flags],
@@ -454,7 +456,7 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         "few tokens": [*text_flags, "--positions", "random:0.1"],
         "bad rows": [*model_flags, "--dataset_path", bad_rows_path, "--skip_bad_rows"],
         "budget": [*text_flags, "--max_tokens", "12000"],
-        "experts": ["--model_path", str(expert_model_folder), "--dataset_path", documents_path],
+        "experts": ["--model_path", str(moe_model_folder), "--dataset_path", documents_path],
     }
 
 
@@ -483,7 +485,7 @@ def disturb(
     flags: list[str],
     stores_in_bucket: bool,
     seed: int,
-    action: Callable[[Extraction, Callable[[], object]], Any],
+    action: Callable[[Extraction, Callable[[], int]], Any],
 ) -> tuple[Any, dict[int, Sample]]:
     """Makes a run whose processes are killed or stopped, verifies its files and reads its samples.
 
@@ -506,10 +508,10 @@ def disturb(
     """
     output_folder = folder / "out"
     extraction_flags = [*flags, *RUN_FLAGS, "--output_dir", str(output_folder)]
-    run_url = str(output_folder)
+    run_location = str(output_folder)
     if stores_in_bucket:
         extraction_flags += BUCKET_FLAGS
-        run_url = BUCKET_URL
+        run_location = BUCKET_URL
     with closing(Bucket()) as bucket:
         os.environ.update(bucket.environment)
         # So many requests fail that the processes must often repeat them.
@@ -517,16 +519,16 @@ def disturb(
         rng = random.Random(seed)
         extraction = Extraction(folder, extraction_flags, varies_settings=True, rng=rng)
 
-        def signs_of_life() -> int:
+        def count_stored_files() -> int:
             return (
                 len(bucket.objects()) if stores_in_bucket else len([*output_folder.glob("*.json")])
             )
 
-        action_result = action(extraction, signs_of_life)
+        action_result = action(extraction, count_stored_files)
         # From now on, the bucket answers all requests without faults.
         bucket.fault_rate = 0
-        run_tool("--verify", "--output_dir", run_url)
-        return action_result, samples_in(run_url)
+        run_tool("--verify", "--output_dir", run_location)
+        return action_result, samples_in(run_location)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -546,9 +548,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         work_folder = Path(temporary_folder)
         flags_by_input_name = make_inputs(work_folder / "inputs")
         # Name of an input -> number of a sample -> sample of an undisturbed run.
-        undisturbed_samples_by_input: dict[str, dict[int, Sample]] = {}
+        undisturbed_run_samples_by_input: dict[str, dict[int, Sample]] = {}
 
-        def compare(input_name: str, disturbed_sample_by_number: Mapping[int, Sample]) -> None:
+        def compare(input_name: str, disturbed_run_sample_by_number: Mapping[int, Sample]) -> None:
             """Checks that a disturbed run has stored the same samples as an undisturbed run.
 
             The processes of the disturbed run were killed or stopped, and the run was continued
@@ -558,12 +560,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             Args:
                 input_name: The name of the input of both runs.
-                disturbed_sample_by_number: Number of a sample -> sample of the disturbed run.
+                disturbed_run_sample_by_number: Number of a sample -> sample of the disturbed run.
 
             Raises:
                 RuntimeError: If the samples differ by more than rounding explains.
             """
-            if input_name not in undisturbed_samples_by_input:
+            if input_name not in undisturbed_run_samples_by_input:
                 output_folder = work_folder / "whole" / input_name
                 run_tool(
                     *flags_by_input_name[input_name],
@@ -573,9 +575,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "--output_dir",
                     output_folder,
                 )
-                undisturbed_samples_by_input[input_name] = samples_in(output_folder)
+                undisturbed_run_samples_by_input[input_name] = samples_in(output_folder)
             largest_deviation = deviation(
-                disturbed_sample_by_number, undisturbed_samples_by_input[input_name]
+                disturbed_run_sample_by_number, undisturbed_run_samples_by_input[input_name]
             )
             largest_deviation_by_input[input_name] = max(
                 largest_deviation, largest_deviation_by_input.get(input_name, 0.0)
@@ -585,27 +587,31 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{input_name}: values differ by {largest_deviation:.1e} of the RMS"
                 )
             print(
-                f"{input_name}: {len(disturbed_sample_by_number)} samples, "
+                f"{input_name}: {len(disturbed_run_sample_by_number)} samples, "
                 f"within {largest_deviation:.1e} of the RMS",
                 flush=True,
             )
 
         def compete(
-            num_writers: int, extraction: Extraction, _signs_of_life: Callable[[], object]
+            num_writers: int, extraction: Extraction, _count_stored_files: Callable[[], int]
         ) -> Counter[str]:
             return extraction.compete(num_writers, events=8)
 
-        kill_settings = list(product((False, True), ("pickle", "safetensors"), flags_by_input_name))
-        kill_settings = random.Random(parsed_flags.seed).sample(kill_settings, len(kill_settings))
-        max_kills_of_run = max(1, parsed_flags.kills // len(kill_settings))
+        setting_combinations = list(
+            product((False, True), ("pickle", "safetensors"), flags_by_input_name)
+        )
+        setting_combinations = random.Random(parsed_flags.seed).sample(
+            setting_combinations, len(setting_combinations)
+        )
+        max_kills_of_run = max(1, parsed_flags.kills // len(setting_combinations))
         total_num_kills = 0
         for run_number, (stores_in_bucket, shard_format, input_name) in enumerate(
-            cycle(kill_settings)
+            cycle(setting_combinations)
         ):
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
-            num_killed_processes, disturbed_sample_by_number = disturb(
+            num_killed_processes, disturbed_run_sample_by_number = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_by_input_name[input_name], "--shard_format", shard_format],
                 stores_in_bucket,
@@ -613,11 +619,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(Extraction.kill, kills=num_kills),
             )
             total_num_kills += num_killed_processes
-            compare(input_name, disturbed_sample_by_number)
+            compare(input_name, disturbed_run_sample_by_number)
         for round_number in range(parsed_flags.rounds):
             input_name = list(flags_by_input_name)[round_number % len(flags_by_input_name)]
             num_writers = 2 + round_number % 2
-            event_counts_of_round, disturbed_sample_by_number = disturb(
+            event_counts_of_round, disturbed_run_sample_by_number = disturb(
                 work_folder / f"writers_{round_number}",
                 flags_by_input_name[input_name],
                 True,
@@ -625,7 +631,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(compete, num_writers),
             )
             count_by_event.update(event_counts_of_round)
-            compare(input_name, disturbed_sample_by_number)
+            compare(input_name, disturbed_run_sample_by_number)
     print_result(
         {
             "kills": total_num_kills,

@@ -1,14 +1,17 @@
 """Measures how fast weights are loaded: `python -m benchmarks.loading`.
 
-The benchmark makes checkpoints of one layer of Qwen3-8B, and of one layer of Qwen3-30B-A3B, which
-has experts.
-Each checkpoint is made in bfloat16, and in float8 with a scale for each block of 128 x 128 values,
-as in Qwen's releases. As in a run, they are loaded into one device of this machine: warm, from the
-page cache, and cold, from the disk. In every round, each dtype is loaded once.
+There are two models: one layer of Qwen3-8B, and one layer of Qwen3-30B-A3B, which has experts. The
+benchmark makes two checkpoints of each model: one in bfloat16, and one in float8 with a scale for
+each block of 128 x 128 values, as in Qwen's releases. The code that loads the weights of a run
+loads the checkpoints into one device of this machine.
 
-It prints the speed of each dtype in GB/s of the checkpoint's file, as the median over the rounds.
-It also prints the ratio of float8's speed to bfloat16's: the median, the smallest and the largest
-ratio of all rounds. The last line is one JSON object.
+Loading is measured warm, from the page cache, and then cold, from the disk, with --rounds rounds
+each. In every round, the bfloat16 checkpoint and the float8 checkpoint of a model are loaded once.
+
+The benchmark prints the speed of each checkpoint in GB of its weight file per second, as the median
+over the rounds. It also prints the speed of the float8 checkpoint divided by the speed of the
+bfloat16 checkpoint: the median, the smallest and the largest ratio of all rounds. The last line is
+one JSON object.
 """
 
 import argparse
@@ -72,7 +75,9 @@ def quantise(source: Path, target: Path) -> None:
             continue
         num_rows, num_columns = weight.shape
         block_counts = -(-num_rows // BLOCK), -(-num_columns // BLOCK)
-        # The standard deviation of the weights is 1 / sqrt(num_columns) (see `write_weights`).
+        # SMALLEST_SCALE is for weights with a standard deviation of 1. The smallest scale is
+        # proportional to the standard deviation of the weights, which is 1 / sqrt(num_columns) (see
+        # `write_weights`).
         smallest_scale = SMALLEST_SCALE / num_columns**0.5
         block_scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
         value_scales = block_scales.repeat(BLOCK, 0)[:num_rows].repeat(BLOCK, 1)[:, :num_columns]
@@ -89,8 +94,8 @@ def drop_from_page_cache(path: Path) -> None:
         path: The path of the file.
     """
     with open(path, "rb") as weight_file:
-        # Pages that were not written to the disk would stay in the cache, so they are written
-        # first.
+        # Pages that are not on the disk yet cannot be dropped from the page cache. So the operating
+        # system first writes all pages of the file to the disk.
         os.fsync(weight_file.fileno())
         os.posix_fadvise(weight_file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -110,7 +115,7 @@ def seconds_to_load(folder: Path, dtype: str) -> float:
 
 
 def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) -> dict[str, Any]:
-    """Loads a bfloat16 and a float8 checkpoint alternately, and compares their speeds.
+    """Loads a bfloat16 and a float8 checkpoint alternately, and compares how fast they are loaded.
 
     Args:
         folders: The dtype of a checkpoint, "bfloat16" or "float8" -> its folder.
@@ -120,9 +125,11 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) ->
 
     Returns:
         A dict with these figures.
-        bfloat16, float8: The median speed of each checkpoint in GB/s.
-        share: The speed of float8 divided by the speed of bfloat16: a list of the median, the
-            smallest and the largest ratio over the rounds.
+        bfloat16, float8: The median speed of loading the checkpoint over the rounds, in GB of its
+            weight file per second.
+        share: A list of the median, the smallest and the largest ratio of all rounds. The ratio of
+            a round is the speed of the float8 checkpoint divided by the speed of the bfloat16
+            checkpoint.
     """
     speeds_by_checkpoint_dtype: dict[str, list[float]] = {
         checkpoint_dtype: [] for checkpoint_dtype in folders
@@ -143,12 +150,12 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) ->
         )
     )
     median_min_and_max_ratio = statistics.median(speed_ratios), speed_ratios[0], speed_ratios[-1]
-    speed_figures: dict[str, Any] = {
+    figure_by_name: dict[str, Any] = {
         "share": [round(speed_ratio, 3) for speed_ratio in median_min_and_max_ratio]
     }
     for checkpoint_dtype, speeds_of_rounds in speeds_by_checkpoint_dtype.items():
-        speed_figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
-    return speed_figures
+        figure_by_name[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
+    return figure_by_name
 
 
 def main() -> None:
@@ -179,12 +186,12 @@ def main() -> None:
                 )
                 for cache_state in ("warm", "cold")
             }
-            for cache_state, figures_of_cache_state in figures_by_model_name[model_name].items():
+            for cache_state, figure_by_name in figures_by_model_name[model_name].items():
                 print(
                     f"{model_name}, loaded {cache_state} as {parsed_flags.dtype}: "
-                    f"bfloat16 {figures_of_cache_state['bfloat16']:.2f} GB/s, "
-                    f"float8 {figures_of_cache_state['float8']:.2f} GB/s, "
-                    "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*figures_of_cache_state["share"]),
+                    f"bfloat16 {figure_by_name['bfloat16']:.2f} GB/s, "
+                    f"float8 {figure_by_name['float8']:.2f} GB/s, "
+                    "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*figure_by_name["share"]),
                     flush=True,
                 )
     print_result({"dtype": parsed_flags.dtype, "gb_per_second": figures_by_model_name})

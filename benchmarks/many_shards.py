@@ -43,13 +43,14 @@ class Scenario(NamedTuple):
     """A way to read a run.
 
     Attributes:
-        run: Run with a single shard. The run that is read consists of many copies of this shard.
-        batch_options: Keyword arguments of `ActivationDataset.batches`.
+        single_shard_run: Run with a single shard. The run that is read consists of many copies of
+            this shard.
+        batch_option_by_name: Name of a keyword argument of `ActivationDataset.batches` -> argument.
         kept_sample_fraction: Fraction of the samples that pass the filter `where`. 1 for no filter.
     """
 
-    run: Run
-    batch_options: dict[str, Any]
+    single_shard_run: Run
+    batch_option_by_name: dict[str, Any]
     kept_sample_fraction: float = 1.0
 
 
@@ -65,7 +66,7 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
     # The largest size of a shard is twice the size of all activations, so the run has one shard.
     max_shard_bytes = 2 * shard_bytes
 
-    def run(num_hooks: int, width: int, **fields: Any) -> Run:
+    def describe_run(num_hooks: int, width: int, **fields: Any) -> Run:
         return Run(
             shard_bytes // num_hooks,
             num_hooks=num_hooks,
@@ -75,17 +76,17 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
         )
 
     shuffle_options = {"shuffle": 0}
-    run_of_short_samples = run(
+    run_of_short_samples = describe_run(
         1, 896, has_conversations=True, tokens_per_sample=SHORT_SAMPLE_TOKENS
     )
     role_options = {**shuffle_options, "roles": ["system", "user", "assistant"]}
     return {
-        "one of one, width 896, shuffled": Scenario(run(1, 896), shuffle_options),
-        "one of one, width 896, in order": Scenario(run(1, 896), {}),
-        "one of one, width 3584, shuffled": Scenario(run(1, 3584), shuffle_options),
-        "one of one, width 3584, in order": Scenario(run(1, 3584), {}),
-        "one of 14, width 896, shuffled": Scenario(run(14, 896), shuffle_options),
-        "one of 14, width 896, in order": Scenario(run(14, 896), {}),
+        "one of one, width 896, shuffled": Scenario(describe_run(1, 896), shuffle_options),
+        "one of one, width 896, in order": Scenario(describe_run(1, 896), {}),
+        "one of one, width 3584, shuffled": Scenario(describe_run(1, 3584), shuffle_options),
+        "one of one, width 3584, in order": Scenario(describe_run(1, 3584), {}),
+        "one of 14, width 896, shuffled": Scenario(describe_run(14, 896), shuffle_options),
+        "one of 14, width 896, in order": Scenario(describe_run(14, 896), {}),
         "short samples, skip_first": Scenario(
             run_of_short_samples, {**shuffle_options, "skip_first": 1}
         ),
@@ -134,13 +135,14 @@ def passing_fraction(folder: Path, scenario: Scenario) -> float:
 
     Args:
         folder: The folder of the run.
-        scenario: The scenario, whose filters are in `batch_options` and `kept_sample_fraction`.
+        scenario: The scenario, which contains the filters in `batch_option_by_name` and
+            `kept_sample_fraction`.
     """
     dataset = ActivationDataset(str(folder))
-    batch_options = dict(scenario.batch_options)
+    batch_option_by_name = dict(scenario.batch_option_by_name)
     if scenario.kept_sample_fraction < 1:
-        batch_options["where"] = mask_of(len(dataset), scenario.kept_sample_fraction)
-    batches = dataset.batches(2**16, [], **batch_options)
+        batch_option_by_name["where"] = mask_of(len(dataset), scenario.kept_sample_fraction)
+    batches = dataset.batches(2**16, [], **batch_option_by_name)
     return sum(len(batch) for batch in batches) / dataset.tokens
 
 
@@ -159,17 +161,17 @@ def measure_reader(
     Returns:
         The figures that one_pass.py prints (see its function `measure`).
     """
-    batch_options = {**scenario.batch_options, "workers": workers}
+    batch_option_by_name = {**scenario.batch_option_by_name, "workers": workers}
     reader_command = [
         sys.executable,
         "-P",
         str(READER_SCRIPT),
         f"gs://{BUCKET}/{folder}",
-        scenario.run.name_of_read_hook,
+        scenario.single_shard_run.name_of_read_hook,
     ]
     reader_command += [
         "--options",
-        json.dumps(batch_options),
+        json.dumps(batch_option_by_name),
         "--keep",
         str(scenario.kept_sample_fraction),
     ]
@@ -177,16 +179,28 @@ def measure_reader(
     reader_process = subprocess.run(
         reader_command, env=reader_environment, check=True, stdout=subprocess.PIPE, text=True
     )
-    reader_figures: dict[str, float] = json.loads(reader_process.stdout)
-    return reader_figures
+    figure_by_name: dict[str, float] = json.loads(reader_process.stdout)
+    return figure_by_name
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shards", type=int, default=1000, help="of a run (default: 1000)")
+    parser.add_argument(
+        "--shards",
+        dest="num_shards",
+        metavar="SHARDS",
+        type=int,
+        default=1000,
+        help="of a run (default: 1000)",
+    )
     parser.add_argument("--shard_mb", type=float, default=1000.0, help="of a shard (default: 1000)")
     parser.add_argument(
-        "--mb", type=float, default=1000.0, help="of activations in a pass (default: 1000)"
+        "--mb",
+        dest="mb_per_pass",
+        metavar="MB",
+        type=float,
+        default=1000.0,
+        help="of activations in a pass (default: 1000)",
     )
     parser.add_argument(
         "--latency", type=float, default=30.0, help="ms before each answer (default: 30)"
@@ -204,9 +218,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parsed_flags = parser.parse_args(argv)
     if parsed_flags.quick:
-        parsed_flags.shards = 20
+        parsed_flags.num_shards = 20
         parsed_flags.shard_mb = 60.0
-        parsed_flags.mb = 20.0  # MB of activations in a pass
+        parsed_flags.mb_per_pass = 20.0
         parsed_flags.rounds = 1
     checkout_path_by_reader_name = {"this": ROOT}
     if parsed_flags.against:
@@ -224,55 +238,65 @@ def main(argv: list[str] | None = None) -> None:
             del chosen_scenarios[scenario_name]
         folder_by_scenario_name = {}
         num_workers_by_scenario_name = {}
-        for scenario_name, (scenario_run, scenario_options, _) in chosen_scenarios.items():
-            scenario_run.store(root_folder / scenario_run.folder)
+        for scenario_name, (single_shard_run, batch_option_by_name, _) in chosen_scenarios.items():
+            single_shard_run.store(root_folder / single_shard_run.folder)
             worker_count = max(
-                round(scenario_run.bytes_per_hook * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
+                round(
+                    single_shard_run.bytes_per_hook
+                    * parsed_flags.num_shards
+                    / 1e6
+                    / parsed_flags.mb_per_pass
+                ),
+                1,
             )
-            is_shuffled = "shuffle" in scenario_options
+            is_shuffled = "shuffle" in batch_option_by_name
             num_workers_by_scenario_name[scenario_name] = worker_count if is_shuffled else 1
             shard_count = (
-                parsed_flags.shards if is_shuffled else max(parsed_flags.shards // worker_count, 1)
+                parsed_flags.num_shards
+                if is_shuffled
+                else max(parsed_flags.num_shards // worker_count, 1)
             )
-            folder_by_scenario_name[scenario_name] = f"{scenario_run.folder}_times_{shard_count}"
+            folder_by_scenario_name[scenario_name] = (
+                f"{single_shard_run.folder}_times_{shard_count}"
+            )
             multiply(
-                root_folder / scenario_run.folder,
+                root_folder / single_shard_run.folder,
                 root_folder / folder_by_scenario_name[scenario_name],
                 shard_count,
             )
         with bucket_server(root_folder, parsed_flags.latency, RATE):
             for scenario_name, scenario in chosen_scenarios.items():
-                round_figures_by_reader_name: dict[str, list[dict[str, float]]] = {
+                figures_of_rounds_by_reader_name: dict[str, list[dict[str, float]]] = {
                     reader_name: [] for reader_name in checkout_path_by_reader_name
                 }
                 for round_number in range(parsed_flags.rounds):
                     for reader_name in sorted(
                         checkout_path_by_reader_name, reverse=round_number % 2 == 1
                     ):
-                        reader_figures = measure_reader(
+                        figure_by_name = measure_reader(
                             checkout_path_by_reader_name[reader_name],
                             scenario,
                             folder_by_scenario_name[scenario_name],
                             num_workers_by_scenario_name[scenario_name],
                         )
-                        round_figures_by_reader_name[reader_name].append(reader_figures)
+                        figures_of_rounds_by_reader_name[reader_name].append(figure_by_name)
                 passing_token_fraction = round(
-                    passing_fraction(root_folder / scenario.run.folder, scenario), 3
+                    passing_fraction(root_folder / scenario.single_shard_run.folder, scenario), 3
                 )
-                for reader_name, figures_of_rounds in round_figures_by_reader_name.items():
-                    reader_figures = {
+                for reader_name, figures_of_rounds in figures_of_rounds_by_reader_name.items():
+                    median_by_figure_name = {
                         figure_name: round(figure, 3)
                         for figure_name, figure in medians(figures_of_rounds).items()
                     }
                     figures_by_scenario_name.setdefault(scenario_name, {})[reader_name] = (
-                        reader_figures
+                        median_by_figure_name
                     )
                     figures_by_scenario_name[scenario_name]["passed"] = passing_token_fraction
                     result_table_row = {
                         "scenario": scenario_name,
                         "reader": reader_name,
                         "passed": passing_token_fraction,
-                        **reader_figures,
+                        **median_by_figure_name,
                     }
                     result_table_rows.append(result_table_row)
                     print(json.dumps(result_table_row), flush=True)

@@ -96,7 +96,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         self._send(204 if self.object_by_name.pop(self.object_name, None) else 404)
 
     def do_PUT(self) -> None:
-        body_size, body_content = self._read_body()
+        request_body_size, request_body = self._read_body()
         with self.write_lock:
             previous_object = self.object_by_name.get(self.object_name)
             previous_generation = str(previous_object.generation if previous_object else 0)
@@ -105,7 +105,9 @@ class NullBucketHandler(BaseHTTPRequestHandler):
                 != previous_generation
             ):
                 return self._send(412)
-            stored_object = StoredObject(body_size, next(self.generation_numbers), body_content)
+            stored_object = StoredObject(
+                request_body_size, next(self.generation_numbers), request_body
+            )
             self.object_by_name[self.object_name] = stored_object
         self._send(200, b"", stored_object)
 
@@ -129,16 +131,16 @@ class NullBucketHandler(BaseHTTPRequestHandler):
             A tuple of the size of the body in bytes, and the content of the body. If the body has
             more than MAX_KEPT_BYTES bytes, its content is discarded, and b"" is returned instead.
         """
-        body_size = int(self.headers.get("Content-Length") or 0)
-        remaining_bytes = body_size
-        body_content = b""
-        read_buffer = memoryview(bytearray(min(READ_BYTES, max(body_size, 1))))
+        request_body_size = int(self.headers.get("Content-Length") or 0)
+        remaining_bytes = request_body_size
+        request_body = b""
+        read_buffer = memoryview(bytearray(min(READ_BYTES, max(request_body_size, 1))))
         while remaining_bytes:
             num_read_bytes = self.rfile.readinto(read_buffer[: min(remaining_bytes, READ_BYTES)])
-            if body_size <= MAX_KEPT_BYTES:
-                body_content += read_buffer[:num_read_bytes]
+            if request_body_size <= MAX_KEPT_BYTES:
+                request_body += read_buffer[:num_read_bytes]
             remaining_bytes -= num_read_bytes
-        return body_size, body_content
+        return request_body_size, request_body
 
     def _send(
         self,
@@ -174,7 +176,10 @@ class NullBucketHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def null_bucket() -> Iterator[int]:
-    """Runs the server in a new process, with an empty bucket gs://bucket.
+    """Runs a server that imitates Google Cloud Storage, with an empty bucket gs://bucket.
+
+    The server discards the content of objects above 1 MiB, so the bucket is called a null bucket.
+    The server runs in a new process until the context ends.
 
     This process and the children that it starts later reach the bucket under this name, because an
     environment variable contains the address of the server.

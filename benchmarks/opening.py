@@ -42,7 +42,7 @@ from benchmarks.processes import print_result
 
 LAYERS = 14
 HOOK_NAME_BY_LAYER: dict[int | str, str] = {
-    layer: f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)
+    layer_number: f"blocks.{layer_number}.hook_resid_post" for layer_number in range(LAYERS)
 }
 # The number of values of one token at a hook.
 WIDTH = 4
@@ -51,16 +51,18 @@ TOKENS = 2
 # The name of the run's folder in the bucket.
 RUN = "run"
 OPTIONS = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
+# OPTIONS limits the size of a shard to one byte, so every shard contains a single sample.
+SAMPLES_PER_SHARD = 1
 
 
-def identity_of_host(host: int, hosts: int) -> Identity:
+def identity_of_host(host_number: int, num_hosts: int) -> Identity:
     """Returns the identity (see `Identity`) with which a host stores its share of the run.
 
     Args:
-        host: Number of the host, from 0.
-        hosts: Number of hosts.
+        host_number: Number of the host, from 0.
+        num_hosts: Number of hosts.
     """
-    worker = Worker(host_number=host, num_hosts=hosts)
+    worker = Worker(host_number=host_number, num_hosts=num_hosts)
     return Identity(
         data="files",
         activation_dtype="bfloat16",
@@ -70,55 +72,54 @@ def identity_of_host(host: int, hosts: int) -> Identity:
     )
 
 
-def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
+def store_host(root: Path, num_shards: int, num_hosts: int, host_number: int) -> None:
     """Stores the shards of one host, unless they are stored already.
 
     Args:
         root: Local folder that the bucket serves.
-        shards: Number of shards of the host, each with one sample.
-        hosts: Number of hosts.
-        host: Number of the host, from 0.
+        num_shards: Number of shards of the host, each with one sample.
+        num_hosts: Number of hosts.
+        host_number: Number of the host, from 0.
     """
-    host_identity = identity_of_host(host, hosts)
+    host_identity = identity_of_host(host_number, num_hosts)
     host_folder = root / RUN / folder_name(host_identity.worker, in_bucket=True)
     run_facts = RunFacts(
-        facts_by_hook_key={layer: {"width": WIDTH} for layer in HOOK_NAME_BY_LAYER}
+        facts_by_hook_key={layer_number: {"width": WIDTH} for layer_number in HOOK_NAME_BY_LAYER}
     )
     activations = np.ones((TOKENS, WIDTH), ml_dtypes.bfloat16)
     token_ids = np.arange(TOKENS, dtype=np.int32)
     with ActivationStorage(
         host_folder, HOOK_NAME_BY_LAYER, OPTIONS, host_identity, facts=run_facts
     ) as storage:
-        # Each shard contains one sample.
-        num_samples_to_store = 0 if storage.complete else shards
+        num_samples_to_store = 0 if storage.complete else num_shards * SAMPLES_PER_SHARD
         for sample_number in range(num_samples_to_store):
-            for layer in HOOK_NAME_BY_LAYER:
-                storage.add_activation(layer, activations, sample_number, "", token_ids)
+            for layer_number in HOOK_NAME_BY_LAYER:
+                storage.add_activation(layer_number, activations, sample_number, "", token_ids)
 
 
-def open_dataset(url: str, hosts: int) -> None:
+def open_dataset(url: str, num_hosts: int) -> None:
     """Opens a run as a dataset, and reads its length, hooks and statistics, which need no shard.
 
     Args:
         url: URL of the run.
-        hosts: Number of hosts. Not used, but all actions have the same arguments.
+        num_hosts: Number of hosts. Not used, but all actions have the same arguments.
     """
     dataset = ActivationDataset(url)
     assert len(dataset) and len(dataset.hooks) == len(dataset.statistics) == LAYERS
 
 
-def make_status_report(url: str, hosts: int) -> None:
+def make_status_report(url: str, num_hosts: int) -> None:
     """Does the work of --status for a run, so that it can be measured, and discards the report.
 
     Args:
         url: URL of the run.
-        hosts: Number of hosts. Not used, but all actions have the same arguments.
+        num_hosts: Number of hosts. Not used, but all actions have the same arguments.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         assert show_status(Folder(url), writes_totals=False) == 0
 
 
-def plan_continued_run(url: str, hosts: int) -> None:
+def plan_continued_run(url: str, num_hosts: int) -> None:
     """Determines where the first host of a stored run would continue, as a restarted process does.
 
     The process looks for the folders of other hosts and for the metadata of the stored run, and
@@ -126,9 +127,9 @@ def plan_continued_run(url: str, hosts: int) -> None:
 
     Args:
         url: URL of the run.
-        hosts: Number of hosts.
+        num_hosts: Number of hosts.
     """
-    first_host_identity = identity_of_host(0, hosts)
+    first_host_identity = identity_of_host(0, num_hosts)
     with tempfile.TemporaryDirectory() as local_folder:
         run_folders = RunFolders(
             first_host_identity.worker, Path(local_folder), url, upload_timeout=60
@@ -143,14 +144,14 @@ def plan_continued_run(url: str, hosts: int) -> None:
 
 
 def measure(
-    action: Callable[[str, int], None], root: Path, hosts: int, latency: float
+    action: Callable[[str, int], None], root: Path, num_hosts: int, latency: float
 ) -> dict[str, float]:
     """Serves the stored run as a bucket, and measures an action on it.
 
     Args:
         action: Function to measure. It takes the URL of the run and the number of hosts.
         root: Local folder that the bucket serves.
-        hosts: Number of hosts.
+        num_hosts: Number of hosts.
         latency: Milliseconds before each answer.
 
     Returns:
@@ -163,7 +164,7 @@ def measure(
     with bucket_server(root, latency, RATE) as server_address:
         traffic_before_action = counts(server_address)
         start_time, cpu_start_time = time.perf_counter(), time.process_time()
-        action(f"gs://{BUCKET}/{RUN}", hosts)
+        action(f"gs://{BUCKET}/{RUN}", num_hosts)
         seconds = time.perf_counter() - start_time
         cpu_seconds = time.process_time() - cpu_start_time
         traffic_after_action = counts(server_address)

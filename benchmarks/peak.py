@@ -1,9 +1,9 @@
 """Measures the speed of matrix products on this machine, in JAX or PyTorch.
 
-Other benchmarks call the speed of the fastest product the peak of the machine.
-`python benchmarks/peak.py jax` (or `torch`) prints one JSON object: dtype -> sizes of the product
--> FLOP/s. Products of bfloat16 values are summed in float32, as in the models of JAX and of
-PyTorch.
+Other benchmarks call the speed of the fastest matrix product the peak of the machine.
+`python benchmarks/peak.py jax` (or `torch`) prints one JSON object: dtype -> sizes of the matrix
+product, such as "2048x896x4864" (rows, inner size, columns) -> FLOP/s. Products of bfloat16 values
+are summed in float32, as in the models of JAX and of PyTorch.
 """
 
 import argparse
@@ -11,30 +11,44 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-# The sizes (rows, inner, columns) of a product of two matrices, (rows, inner) and (inner, columns).
-ProductSizes = tuple[int, int, int]
-CPU_PRODUCT_SIZES: tuple[ProductSizes, ...] = (
-    (2048, 896, 4864),
-    (2048, 4864, 896),
-    (16384, 896, 4864),
-    (2048, 2048, 2048),
-    (4096, 4096, 4096),
+
+class MatmulSizes(NamedTuple):
+    """The sizes of a product of two matrices, (rows, inner size) and (inner size, columns).
+
+    Attributes:
+        num_rows: Number of rows of the first matrix and of the product.
+        inner_size: Number of columns of the first matrix, and of rows of the second matrix.
+        num_columns: Number of columns of the second matrix and of the product.
+    """
+
+    num_rows: int
+    inner_size: int
+    num_columns: int
+
+
+CPU_MATMUL_SIZES: tuple[MatmulSizes, ...] = (
+    MatmulSizes(2048, 896, 4864),
+    MatmulSizes(2048, 4864, 896),
+    MatmulSizes(16384, 896, 4864),
+    MatmulSizes(2048, 2048, 2048),
+    MatmulSizes(4096, 4096, 4096),
 )
-GPU_PRODUCT_SIZES: tuple[ProductSizes, ...] = (
-    (4096, 4096, 4096),
-    (8192, 8192, 8192),
-    (16384, 3584, 18944),
-    (16384, 18944, 3584),
+GPU_MATMUL_SIZES: tuple[MatmulSizes, ...] = (
+    MatmulSizes(4096, 4096, 4096),
+    MatmulSizes(8192, 8192, 8192),
+    MatmulSizes(16384, 3584, 18944),
+    MatmulSizes(16384, 18944, 3584),
 )
 DTYPES = ("bfloat16", "float32")
 
 
-def jax_product(product_sizes: ProductSizes, dtype: str) -> Callable[[], object]:
-    """Returns a function that computes a product of random matrices with JAX.
+def jax_product(matmul_sizes: MatmulSizes, dtype: str) -> Callable[[], object]:
+    """Returns a function that computes the product of two random matrices with JAX.
 
     Args:
-        product_sizes: The sizes of the matrices (see `ProductSizes`).
+        matmul_sizes: The sizes of the matrices (see `MatmulSizes`).
         dtype: The dtype of the matrices, "bfloat16" or "float32".
 
     Returns:
@@ -43,7 +57,7 @@ def jax_product(product_sizes: ProductSizes, dtype: str) -> Callable[[], object]
     import jax
     import jax.numpy as jnp
 
-    num_rows, inner_size, num_columns = product_sizes
+    num_rows, inner_size, num_columns = matmul_sizes
     x = jax.random.normal(jax.random.key(0), (num_rows, inner_size), dtype)
     y = jax.random.normal(jax.random.key(1), (num_columns, inner_size), dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
@@ -59,13 +73,13 @@ def jax_product(product_sizes: ProductSizes, dtype: str) -> Callable[[], object]
     return lambda: multiply(x, y).block_until_ready()
 
 
-def torch_product(product_sizes: ProductSizes, dtype: str) -> Callable[[], object]:
-    """Returns a function that computes a product of random matrices with PyTorch.
+def torch_product(matmul_sizes: MatmulSizes, dtype: str) -> Callable[[], object]:
+    """Returns a function that computes the product of two random matrices with PyTorch.
 
     PyTorch uses a GPU if there is one, otherwise the CPU.
 
     Args:
-        product_sizes: The sizes of the matrices (see `ProductSizes`).
+        matmul_sizes: The sizes of the matrices (see `MatmulSizes`).
         dtype: The dtype of the matrices, "bfloat16" or "float32".
 
     Returns:
@@ -73,7 +87,7 @@ def torch_product(product_sizes: ProductSizes, dtype: str) -> Callable[[], objec
     """
     import torch
 
-    num_rows, inner_size, num_columns = product_sizes
+    num_rows, inner_size, num_columns = matmul_sizes
     device_name = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(num_rows, inner_size, dtype=getattr(torch, dtype), device=device_name)
     y = torch.randn(num_columns, inner_size, dtype=getattr(torch, dtype), device=device_name)
@@ -112,40 +126,45 @@ def operations_per_second(
 
 
 def measure(
-    library: str, sizes_of_products: Sequence[ProductSizes], dtypes: Sequence[str], seconds: float
+    library: str, sizes_of_matmuls: Sequence[MatmulSizes], dtypes: Sequence[str], seconds: float
 ) -> dict[str, dict[str, float]]:
     """Measures the speed of matrix products in one library.
 
     Args:
         library: The library, "jax" or "torch".
-        sizes_of_products: The sizes of each product to measure (see `ProductSizes`).
+        sizes_of_matmuls: The sizes of each matrix product to measure (see `MatmulSizes`).
         dtypes: The dtypes of the matrices.
-        seconds: The number of seconds for which each product is measured.
+        seconds: The number of seconds for which each matrix product is measured.
 
     Returns:
-        dtype -> sizes of the product, joined by "x" -> FLOP/s.
+        dtype -> the three sizes of the matrix product, joined by "x" -> FLOP/s.
     """
-    make_product_function = {"jax": jax_product, "torch": torch_product}[library]
-    speed_by_dtype_and_product: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
+    make_matmul_function = {"jax": jax_product, "torch": torch_product}[library]
+    flops_per_second_by_sizes_by_dtype: dict[str, dict[str, float]] = {
+        dtype: {} for dtype in dtypes
+    }
     for dtype in dtypes:
-        for product_sizes in sizes_of_products:
-            num_operations = 2.0 * math.prod(product_sizes)
+        for matmul_sizes in sizes_of_matmuls:
+            num_operations = 2.0 * math.prod(matmul_sizes)
             flops_per_second = operations_per_second(
-                make_product_function(product_sizes, dtype), num_operations, seconds
+                make_matmul_function(matmul_sizes, dtype), num_operations, seconds
             )
-            speed_by_dtype_and_product[dtype]["x".join(map(str, product_sizes))] = flops_per_second
-    return speed_by_dtype_and_product
+            flops_per_second_by_sizes_by_dtype[dtype]["x".join(map(str, matmul_sizes))] = (
+                flops_per_second
+            )
+    return flops_per_second_by_sizes_by_dtype
 
 
 def best(speeds: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Returns the speed of the fastest product in each dtype: dtype -> FLOP/s.
+    """Returns the speed of the fastest matrix product in each dtype: dtype -> FLOP/s.
 
     Args:
-        speeds: The JSON object that this script prints: dtype -> sizes of the product -> FLOP/s.
+        speeds: The JSON object that this script prints: dtype -> sizes of the matrix product, such
+            as "2048x896x4864" (rows, inner size, columns) -> FLOP/s.
     """
     return {
-        dtype: max(speed_by_product_name.values())
-        for dtype, speed_by_product_name in speeds.items()
+        dtype: max(flops_per_second_by_sizes.values())
+        for dtype, flops_per_second_by_sizes in speeds.items()
     }
 
 
@@ -156,12 +175,12 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--seconds", type=float, default=0.5, help="per product (default: 0.5)")
     parsed_flags = parser.parse_args()
-    measured_product_sizes = GPU_PRODUCT_SIZES if parsed_flags.gpu else CPU_PRODUCT_SIZES
+    sizes_of_matmuls = GPU_MATMUL_SIZES if parsed_flags.gpu else CPU_MATMUL_SIZES
     print(
         json.dumps(
             measure(
                 parsed_flags.library,
-                measured_product_sizes,
+                sizes_of_matmuls,
                 parsed_flags.dtypes,
                 parsed_flags.seconds,
             )

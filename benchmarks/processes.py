@@ -43,21 +43,24 @@ def resident_bytes(field: str, pid: int | str = "self") -> int | None:
     return int(kibibyte_texts[0]) * 1024 if kibibyte_texts else None
 
 
-class PeakMemory:
-    """Watches the peak resident memory of a process until it ends.
+class PeakMemoryMonitor:
+    """Measures the peak resident memory of a process again and again until the process ends.
+
+    A thread in the background measures the process whose id is passed to the constructor.
 
     Attributes:
-        peak_bytes: Peak resident memory so far in bytes. 0 before the first measurement.
+        peak_memory_bytes: Peak resident memory of the process so far in bytes. 0 before the first
+            measurement.
     """
 
     def __init__(self, pid: int) -> None:
-        self.peak_bytes = 0
+        self.peak_memory_bytes = 0
         self._pid = pid
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while (peak_bytes := resident_bytes("VmHWM", self._pid)) is not None:
-            self.peak_bytes = peak_bytes
+        while (peak_memory_bytes := resident_bytes("VmHWM", self._pid)) is not None:
+            self.peak_memory_bytes = peak_memory_bytes
             time.sleep(0.02)
 
 
@@ -70,7 +73,7 @@ class FinishedProcess:
         timed_stderr_lines: Tuple for each line that the process has written to its stderr. It
             contains the seconds from the start of the process to the line, and the line.
         seconds: Seconds from the start of the process to its end.
-        peak_bytes: Peak resident memory of the process in bytes.
+        peak_memory_bytes: Peak resident memory of the process in bytes.
         cpu_fraction_of_other_processes: Fraction of the machine's processor time that other
             processes used while this process ran. If it is more than a few percent, measured speeds
             mean little.
@@ -79,7 +82,7 @@ class FinishedProcess:
     stdout: str
     timed_stderr_lines: list[tuple[float, str]]
     seconds: float
-    peak_bytes: int
+    peak_memory_bytes: int
     cpu_fraction_of_other_processes: float
 
     @property
@@ -130,7 +133,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
     with subprocess.Popen(
         command, env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as started_process:
-        peak_memory = PeakMemory(started_process.pid)
+        peak_memory_monitor = PeakMemoryMonitor(started_process.pid)
         assert started_process.stdout is not None and started_process.stderr is not None
         stderr_stream = started_process.stderr
 
@@ -156,7 +159,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         stdout_text,
         timed_stderr_lines,
         process_seconds,
-        peak_memory.peak_bytes,
+        peak_memory_monitor.peak_memory_bytes,
         cpu_fraction_of_other_processes,
     )
 
@@ -197,8 +200,9 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
             step 1.
         compile_seconds: The seconds of compiling the step, as the log reports them.
         process_seconds: The seconds from the start of the process to its end.
-        peak_bytes: See `FinishedProcess.peak_bytes`.
-        disturbed: See `FinishedProcess.cpu_fraction_of_other_processes`.
+        peak_bytes: The peak resident memory of the process in bytes.
+        disturbed: The fraction of the machine's processor time that other processes used while the
+            process ran.
 
     Raises:
         SystemExit: If the extraction fails.
@@ -219,7 +223,7 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
         "shards": run_metadata["shards"],
         "extraction_seconds": run_metadata["written"] - first_commit["began"],
         "process_seconds": extraction_process.seconds,
-        "peak_bytes": extraction_process.peak_bytes,
+        "peak_bytes": extraction_process.peak_memory_bytes,
         "disturbed": extraction_process.cpu_fraction_of_other_processes,
         "compile_seconds": float(compile_message.split("compiled in")[1].split()[0]),
         "first_batch_seconds": extraction_process.seconds_until(" step 1: "),
@@ -260,7 +264,7 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
         rounds: For each round, a dict: name of a figure -> figure. All rounds have the same names.
     """
     return {
-        figure_name: statistics.median(figures_of_round[figure_name] for figures_of_round in rounds)
+        figure_name: statistics.median(figure_by_name[figure_name] for figure_by_name in rounds)
         for figure_name in rounds[0]
     }
 
