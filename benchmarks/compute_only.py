@@ -82,7 +82,7 @@ def main() -> None:
         "full_rows_tokens": sum(batch.num_tokens for batch in full_batches),
         "full_rows_seconds": mean_seconds(compiled_step, full_batches, MIN_SECONDS),
         "full_rows_flops_per_token": prepared_model.model.flops([row_length]) / row_length,
-        "kernels": list(prepared_model.kernels),
+        "kernels": list(prepared_model.kernel_choice_by_operation),
     }
     print(json.dumps(step_figures))
 

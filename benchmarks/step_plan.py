@@ -168,7 +168,7 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     chip_name = _chip_name(program)
     if chip_name in UNPARSABLE_CHIPS:
         raise InputError(f"the compiled text of programs for {chip_name} cannot be parsed")
-    num_rows_of_step = program.batch_shape[0] * program.rows.num_hosts
+    num_rows_of_step = program.batch_shape[0] * program.host_rows.num_hosts
     row_length = program.batch_shape[1]
     assert layout.mesh is not None
     # `times_of` divides all operations by the peak rate in the model's dtype. In a bfloat16 model,
@@ -318,7 +318,7 @@ def _flops_of_delta_rule(program: Program) -> float:
     if delta_net_config is None:
         return 0.0
     num_rows_on_device = (
-        program.batch_shape[0] * program.rows.num_hosts // layout.size(*RULES["batch"])
+        program.batch_shape[0] * program.host_rows.num_hosts // layout.size(*RULES["batch"])
     )
     row_length = program.batch_shape[1]
     num_key_heads_on_device = delta_net_config.key_heads // layout.size("model", "query")
@@ -344,7 +344,7 @@ def _flops_of_delta_rule(program: Program) -> float:
 
 
 def _chip_name(program: Program) -> str:
-    return program.rows.mesh.devices.flat[0].device_kind
+    return program.host_rows.mesh.devices.flat[0].device_kind
 
 
 def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: int) -> float:

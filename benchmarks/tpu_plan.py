@@ -82,7 +82,7 @@ class Compiled(NamedTuple):
     @property
     def rows(self) -> int:
         """The number of rows that all chips together compute in a step."""
-        return self.program.batch_shape[0] * self.program.rows.num_hosts
+        return self.program.batch_shape[0] * self.program.host_rows.num_hosts
 
     @property
     def length(self) -> int:
@@ -144,7 +144,7 @@ def times(compiled: Compiled) -> StepTimes:
     Args:
         compiled: The compiled step.
     """
-    devices = [*compiled.program.rows.mesh.devices.flat]
+    devices = [*compiled.program.host_rows.mesh.devices.flat]
     chip_with_bfloat16_speed = chip_of(devices[0])
     assert chip_with_bfloat16_speed is not None
     chip_with_speed_for_model_dtype = at_dtype(

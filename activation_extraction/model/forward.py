@@ -60,7 +60,7 @@ class Program:
     Attributes:
         model: Hooked model on its mesh.
         weight_table: Shape, logical axes and checkpoint tensors of each parameter of the model.
-        rows: Shardings of the rows that hosts feed and of the activations that they receive.
+        host_rows: Shardings of the rows that hosts feed and of the activations that they receive.
         batch_shape: Tuple of the number of rows that each host feeds in a step, and the number of
             tokens per row.
         hook_by_key: Key in the shards -> hook that is stored. Hooks of codes come last.
@@ -69,7 +69,7 @@ class Program:
 
     model: HookedModel
     weight_table: WeightTable
-    rows: HostRows
+    host_rows: HostRows
     batch_shape: tuple[int, int]
     hook_by_key: dict[Key, Hook]
     encoders: tuple[Encoder, ...]
@@ -82,7 +82,7 @@ class Program:
     @property
     def platform(self) -> str:
         """The platform of the devices, as JAX names it."""
-        return self.rows.mesh.devices.flat[0].platform
+        return self.host_rows.mesh.devices.flat[0].platform
 
     @property
     def takes_params_as_bits(self) -> bool:
@@ -134,14 +134,15 @@ class Program:
 
     def with_codes(
         self,
-        activations_by_vector_type: dict[VectorType, Array],
+        activations_by_width_and_dtype: dict[VectorType, Array],
         weights_of_encoders: Sequence[Weights],
     ) -> dict[VectorType, Array]:
         """Computes the codes of autoencoders, and selects the arrays of the hooks that are stored.
 
         Args:
-            activations_by_vector_type: Vector type (a width and a dtype) -> the activations at all
-                hooks of the model with this width and dtype, (hooks, rows of all hosts, T, width).
+            activations_by_width_and_dtype: Vector type (a width and a dtype) -> the activations at
+                all hooks of the model with this width and dtype, (hooks, rows of all hosts, T,
+                width).
             weights_of_encoders: The weights of each autoencoder, in the order of `encoders`.
 
         Returns:
@@ -149,13 +150,13 @@ class Program:
             (hooks, rows of all hosts, T, width).
         """
         if not self.encoders:
-            return activations_by_vector_type
-        array_iterator_by_vector_type = {
-            vector_type: iter(activations_of_type)
-            for vector_type, activations_of_type in activations_by_vector_type.items()
+            return activations_by_width_and_dtype
+        array_iterator_by_width_and_dtype = {
+            width_and_dtype: iter(activations_of_type)
+            for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
         }
         activations_by_hook = {
-            hook: next(array_iterator_by_vector_type[self.vector_type(hook)])
+            hook: next(array_iterator_by_width_and_dtype[self.vector_type(hook)])
             for hook in self.model.hooks
         }
         for encoder, encoder_weights in zip(self.encoders, weights_of_encoders, strict=True):
@@ -165,12 +166,14 @@ class Program:
                 encoder, encoder_weights, source_values, target_values, self.layout
             )
             activations_by_hook[encoder.hook] = encoder_codes
-        arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)
+        stored_arrays_by_width_and_dtype: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hook_by_key.values():
-            arrays_by_type[self.vector_type(hook)].append(activations_by_hook[hook])
+            stored_arrays_by_width_and_dtype[self.vector_type(hook)].append(
+                activations_by_hook[hook]
+            )
         return {
-            vector_type: jnp.stack(arrays_of_type)
-            for vector_type, arrays_of_type in arrays_by_type.items()
+            width_and_dtype: jnp.stack(stored_arrays)
+            for width_and_dtype, stored_arrays in stored_arrays_by_width_and_dtype.items()
         }
 
 
@@ -180,11 +183,12 @@ class Forward(Program):
 
     Attributes:
         checkpoint: Checkpoint with the weights, and its adapter if there is one.
-        kernels: Name of a field of `Kernels` -> kernel that was chosen for the field.
+        kernel_choice_by_operation: Name of an operation (a field of `Kernels`, such as "attention")
+            -> kernel that was chosen for the operation.
     """
 
     checkpoint: Checkpoint
-    kernels: dict[str, Choice]
+    kernel_choice_by_operation: dict[str, Choice]
 
     @property
     def adapter_files(self) -> Repository | None:
@@ -217,15 +221,15 @@ class Forward(Program):
             the rows.
         """
         if isinstance(activations, KeptTokens):
-            activations_by_vector_type = activations.receive()
+            activations_by_width_and_dtype = activations.receive()
         else:
-            activations_by_vector_type = self.rows.receive(activations)
-        array_iterator_by_vector_type = {
-            vector_type: iter(activations_of_type)
-            for vector_type, activations_of_type in activations_by_vector_type.items()
+            activations_by_width_and_dtype = self.host_rows.receive(activations)
+        array_iterator_by_width_and_dtype = {
+            width_and_dtype: iter(activations_of_type)
+            for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
         }
         return {
-            hook_key: next(array_iterator_by_vector_type[self.vector_type(hook)])
+            hook_key: next(array_iterator_by_width_and_dtype[self.vector_type(hook)])
             for hook_key, hook in self.hook_by_key.items()
         }
 
@@ -242,7 +246,7 @@ def compile_step(forward: Forward) -> StepFunction:
     Returns:
         The function that computes a step. See `StepFunction` for its arguments and results.
     """
-    host_row_shardings = forward.rows
+    host_row_shardings = forward.host_rows
     model_weights = read_weights(forward)
     weights_of_encoders = [encoder.weights(forward.layout) for encoder in forward.encoders]
     step_params = model_weights, weights_of_encoders
@@ -258,13 +262,13 @@ def compile_step(forward: Forward) -> StepFunction:
         if batch is not None:
             arrays_to_feed = [batch.token_ids, batch.segment_ids, batch.positions]
         arrays_to_feed.append(np.array([votes], np.int32))
-        activations, vote_sums = compiled_program(
+        activations, sums_of_host_votes = compiled_program(
             step_params, *map(host_row_shardings.feed, arrays_to_feed)
         )
         if batch is not None and batch.kept_mask is not None:
             # The kept tokens are selected now, so that the devices do it before the next step.
             activations = take_kept(activations, batch.kept_mask)
-        return activations, vote_sums
+        return activations, sums_of_host_votes
 
     return step
 
@@ -289,14 +293,15 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         - For each of the three votes, the number of hosts whose value is 1, (3,) int32.
     """
     model = program.model
-    host_row_shardings = program.rows
+    host_row_shardings = program.host_rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, votes: Array) -> Any:
         model_params, encoder_weights = params
-        activations_by_vector_type: Any = model.apply(
+        activations_by_width_and_dtype: Any = model.apply(
             {"params": model_params}, tokens, segments, positions
         )
-        return program.with_codes(activations_by_vector_type, encoder_weights), votes.sum(axis=0)
+        stored_arrays = program.with_codes(activations_by_width_and_dtype, encoder_weights)
+        return stored_arrays, votes.sum(axis=0)
 
     output_shardings = (
         host_row_shardings.outgoing(program.batch_shape[1], model.layout),
@@ -403,7 +408,9 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         f" ({layout.reason_for_mesh})" if layout.reason_for_mesh else "",
     )
     if model.num_stages > 1:
-        micro_batch_count = model.micro_batches(forward.batch_shape[0] * forward.rows.num_hosts)
+        micro_batch_count = model.micro_batches(
+            forward.batch_shape[0] * forward.host_rows.num_hosts
+        )
         idle_percent = 100 * (model.num_stages - 1) / (micro_batch_count + model.num_stages - 1)
         log_format = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
         log.info(log_format, model.num_stages, micro_batch_count, idle_percent)

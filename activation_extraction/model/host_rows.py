@@ -5,7 +5,7 @@ mesh. `HostRows` determines the shardings for both directions, and copies activa
 arrays. mesh.py determines the shardings during the computation. If the activations of only some
 tokens are stored, kept.py receives them.
 
-In this module, a device shard is the part of an array that is on one device (`jax.Shard`).
+In this module, a device part is the part of an array that is on one device (`jax.Shard`).
 
 Hooks whose values have the same width and dtype share one array. The pair of this width and dtype
 is called the vector type of the hooks (`hooks.VectorType`).
@@ -94,12 +94,12 @@ class HostRows:
         return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_rows)
 
     def receive(
-        self, activations_by_vector_type: Mapping[VectorType, Array]
+        self, activations_by_width_and_dtype: Mapping[VectorType, Array]
     ) -> dict[VectorType, np.ndarray]:
         """Copies the activations of this host's rows from its devices to the host.
 
         Args:
-            activations_by_vector_type: Vector type (a width and a dtype) -> activations at the
+            activations_by_width_and_dtype: Vector type (a width and a dtype) -> activations at the
                 hooks of this type, (hooks, rows of all hosts, T, width). Their sharding is the
                 result of the method `outgoing`, with which the devices of each host together have
                 the activations of the host's rows.
@@ -108,39 +108,39 @@ class HostRows:
             Vector type -> activations of this host's rows at the hooks of this type, (hooks, B, T,
             width).
         """
-        device_shards_by_vector_type = {
-            vector_type: device_shards_of_host(activations_of_type)
-            for vector_type, activations_of_type in activations_by_vector_type.items()
+        device_parts_by_width_and_dtype = {
+            width_and_dtype: device_parts_of_host(activations_of_type)
+            for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
         }
         # All copies are started before the first copy is awaited, so that they overlap.
-        host_copies_by_vector_type = {}
-        for vector_type, device_shards_of_type in device_shards_by_vector_type.items():
-            host_copies_by_vector_type[vector_type] = [
-                to_host(device_shard.data) for device_shard in device_shards_of_type
+        copied_parts_by_width_and_dtype = {}
+        for width_and_dtype, device_parts_of_type in device_parts_by_width_and_dtype.items():
+            copied_parts_by_width_and_dtype[width_and_dtype] = [
+                to_host(device_part.data) for device_part in device_parts_of_type
             ]
-        received_array_by_vector_type: dict[VectorType, np.ndarray] = {}
-        for vector_type, copied_device_shards in host_copies_by_vector_type.items():
-            if len(copied_device_shards) == 1:
-                received_array_by_vector_type[vector_type] = np.asarray(copied_device_shards[0])
+        received_array_by_width_and_dtype: dict[VectorType, np.ndarray] = {}
+        for width_and_dtype, copied_parts in copied_parts_by_width_and_dtype.items():
+            if len(copied_parts) == 1:
+                received_array_by_width_and_dtype[width_and_dtype] = np.asarray(copied_parts[0])
                 continue
-            row_and_token_slices = rows_and_tokens(device_shards_by_vector_type[vector_type])
-            num_hooks = len(copied_device_shards[0])
+            row_and_token_slices = rows_and_tokens(device_parts_by_width_and_dtype[width_and_dtype])
+            num_hooks = len(copied_parts[0])
             num_rows = max(row_slice.stop for row_slice, _ in row_and_token_slices)
             received_shape = (
                 num_hooks,
                 num_rows,
-                *activations_by_vector_type[vector_type].shape[2:],
+                *activations_by_width_and_dtype[width_and_dtype].shape[2:],
             )
-            received_array_by_vector_type[vector_type] = np.empty(
-                received_shape, copied_device_shards[0].dtype
+            received_array_by_width_and_dtype[width_and_dtype] = np.empty(
+                received_shape, copied_parts[0].dtype
             )
-            for (row_slice, token_slice), copied_device_shard in zip(
-                row_and_token_slices, copied_device_shards, strict=True
+            for (row_slice, token_slice), copied_part in zip(
+                row_and_token_slices, copied_parts, strict=True
             ):
-                received_array_by_vector_type[vector_type][:, row_slice, token_slice] = (
-                    copied_device_shard
+                received_array_by_width_and_dtype[width_and_dtype][:, row_slice, token_slice] = (
+                    copied_part
                 )
-        return received_array_by_vector_type
+        return received_array_by_width_and_dtype
 
 
 def count_hosts(devices: Sequence[Any]) -> int:
@@ -205,46 +205,46 @@ def to_host(array: Array) -> Array:
     return array
 
 
-def device_shards_of_host(activations: Array) -> list[Any]:
+def device_parts_of_host(activations: Array) -> list[Any]:
     """Returns the parts of the activations on this host's devices, ordered by row and token.
 
-    Each part is a device shard (`jax.Shard`), which contains the activations on one device. If
-    several devices have the same rows and tokens, only one of their device shards is returned.
+    Each part is a `jax.Shard`, which contains the activations on one device. If several devices
+    have the same rows and tokens, only one of their parts is returned.
 
     Args:
         activations: The activations, (hooks, rows of all hosts, T tokens per row, width).
     """
-    # (index of the first row, index of the first token) -> the device shard that begins there.
-    device_shard_by_first_row_and_token = {}
-    for device_shard in activations.addressable_shards:
-        row_slice, token_slice = device_shard.index[1:3]
+    # (index of the first row, index of the first token) -> the device part that begins there.
+    device_part_by_first_row_and_token = {}
+    for device_part in activations.addressable_shards:
+        row_slice, token_slice = device_part.index[1:3]
         first_row_and_token = row_slice.start or 0, token_slice.start or 0
-        device_shard_by_first_row_and_token[first_row_and_token] = device_shard
+        device_part_by_first_row_and_token[first_row_and_token] = device_part
     return [
-        device_shard_by_first_row_and_token[first_row_and_token]
-        for first_row_and_token in sorted(device_shard_by_first_row_and_token)
+        device_part_by_first_row_and_token[first_row_and_token]
+        for first_row_and_token in sorted(device_part_by_first_row_and_token)
     ]
 
 
-def rows_and_tokens(device_shards: Sequence[Any]) -> list[tuple[slice, slice]]:
-    """Returns the rows and the tokens of this host that each device shard contains.
+def rows_and_tokens(device_parts: Sequence[Any]) -> list[tuple[slice, slice]]:
+    """Returns the rows and the tokens of this host that each device part contains.
 
-    A device shard is the part of the activations that is on one device (`jax.Shard`).
+    A device part is the part of the activations that is on one device (`jax.Shard`).
 
     Args:
-        device_shards: All device shards of the activations on this host's devices. The shape of the
+        device_parts: All device parts of the activations on this host's devices. The shape of the
             whole activations is (hooks, rows of all hosts, T tokens per row, width).
 
     Returns:
-        A tuple of two slices for each device shard: its rows, counted from the first row of this
+        A tuple of two slices for each device part: its rows, counted from the first row of this
         host, and its tokens in each of these rows.
     """
-    first_row_indices = [device_shard.index[1].start or 0 for device_shard in device_shards]
+    first_row_indices = [device_part.index[1].start or 0 for device_part in device_parts]
     first_row_index_of_host = min(first_row_indices)
     row_and_token_slices = []
-    for first_row_index, device_shard in zip(first_row_indices, device_shards, strict=True):
+    for first_row_index, device_part in zip(first_row_indices, device_parts, strict=True):
         first_row_index_in_host = first_row_index - first_row_index_of_host
-        num_rows = device_shard.data.shape[1]
+        num_rows = device_part.data.shape[1]
         row_slice = slice(first_row_index_in_host, first_row_index_in_host + num_rows)
-        row_and_token_slices.append((row_slice, device_shard.index[2]))
+        row_and_token_slices.append((row_slice, device_part.index[2]))
     return row_and_token_slices

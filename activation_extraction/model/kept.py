@@ -25,7 +25,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.model.hooks import VectorType
-from activation_extraction.model.host_rows import device_shards_of_host, rows_and_tokens, to_host
+from activation_extraction.model.host_rows import device_parts_of_host, rows_and_tokens, to_host
 
 # A device gathers its kept tokens of a batch in blocks, with one call of `gather_tokens` per block.
 # MAX_BLOCKS is the largest number of blocks, which is reached if all tokens are kept. So a block
@@ -112,7 +112,7 @@ def take_kept(
         The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
     jax_shards_by_vector_type = {
-        vector_type: device_shards_of_host(activations_of_type)
+        vector_type: device_parts_of_host(activations_of_type)
         for vector_type, activations_of_type in activations_by_vector_type.items()
     }
     # The arrays of all vector types are split alike: their parts on a device have the same rows and

@@ -115,7 +115,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     if previous is None:
         _log_peculiarities(checkpoint, config_from_json, model)
     if previous is not None and previous.layout == model.layout:
-        kernels = previous.kernels
+        kernels = previous.kernel_choice_by_operation
     else:
         kernels = try_kernels(
             model_config, model.layout, request.batch_shape[1], jnp.dtype(model.dtype)

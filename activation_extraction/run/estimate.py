@@ -256,9 +256,9 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
           that the whole machine computes per second.
     """
     mesh_layout = program.layout
-    devices_of_mesh = [*program.rows.mesh.devices.flat]
+    devices_of_mesh = [*program.host_rows.mesh.devices.flat]
     rows_per_host, tokens_per_row = request.batch_shape
-    num_rows_of_step = rows_per_host * program.rows.num_hosts
+    num_rows_of_step = rows_per_host * program.host_rows.num_hosts
     cost_model = CostModel(
         program.model, program.weight_table, num_rows_of_step, tokens_per_row, program.encoders
     )

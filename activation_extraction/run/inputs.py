@@ -325,7 +325,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
         "mesh": json.dumps(forward.layout.shape),
         **{
             kernel_field: kernel_choice.kernel_name
-            for kernel_field, kernel_choice in forward.kernels.items()
+            for kernel_field, kernel_choice in forward.kernel_choice_by_operation.items()
         },
     }
 

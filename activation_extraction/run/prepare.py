@@ -513,7 +513,7 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         "mesh": forward.layout.shape,
         **{
             kernel_field: kernel_choice.to_json()
-            for kernel_field, kernel_choice in forward.kernels.items()
+            for kernel_field, kernel_choice in forward.kernel_choice_by_operation.items()
         },
         "versions": package_versions(),
     }

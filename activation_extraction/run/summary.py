@@ -31,7 +31,7 @@ def make_progress(run: Run) -> Progress:
     Args:
         run: The run.
     """
-    num_mesh_devices = run.forward.rows.mesh.shape["device"]
+    num_mesh_devices = run.forward.host_rows.mesh.shape["device"]
     return Progress(
         run.storage.options.max_samples,
         run.storage.options.max_tokens if run.storage.plan.repair is None else None,
