@@ -18,9 +18,9 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.float8 import DEQUANTIZED, scale_names
 from activation_extraction.model.rope import TRAINED, Rope, positive_field
 
-# The largest size and the largest number of layers that are accepted. The numbers of real models
-# are hundreds of times smaller. Larger numbers are rejected, because computing with them could take
-# all memory.
+# The largest accepted value of a size in config.json, such as hidden_size, and the largest accepted
+# number of layers. The values of real models are hundreds of times smaller. Larger values are
+# rejected, because computing with them could take all memory.
 LARGEST_SIZE = 2**27
 LARGEST_DEPTH = 10_000
 # The words of a layer's type (see `layer_types`). The first three words are values in config.json
@@ -88,8 +88,9 @@ class DeltaNet:
         key_size: Size of a key head.
         value_size: Size of a value head.
         taps: Number of tokens over which the convolution sums.
-        interleaved: Whether the checkpoint stores two input projections, whose rows are ordered by
-            key head, as for Qwen3-Next. Otherwise it stores four, as for Qwen3.5.
+        interleaved: Whether the checkpoint stores the input projections as two matrices, as for
+            Qwen3-Next, instead of four matrices, as for Qwen3.5. The rows of the two matrices are
+            ordered by key head.
     """
 
     # The names of these fields are also keys in metadata.json, so they must not change.
@@ -282,13 +283,15 @@ class ModelConfig:
         window_length = self.sliding_window if layer in self.sliding_layers else None
         num_multiplications = 0
         for sample_length in lengths:
-            num_seen_tokens = (
+            max_attended_tokens = (
                 sample_length if window_length is None else min(window_length, sample_length)
             )
             # Approximately twice the number of pairs of a token (the query) and a token that it
             # sees (the key). For each pair, all heads together multiply `query_size` numbers to
             # compute the scores, and `query_size` numbers again to compute the output.
-            twice_num_query_key_pairs = num_seen_tokens * (2 * sample_length - num_seen_tokens)
+            twice_num_query_key_pairs = max_attended_tokens * (
+                2 * sample_length - max_attended_tokens
+            )
             num_multiplications += weights * sample_length + query_size * twice_num_query_key_pairs
         return 2.0 * num_multiplications
 
@@ -322,8 +325,10 @@ def llama_config(hf: Any, source: str) -> ModelConfig:
         raise InputError(
             f"{source}: pretraining_tp {hf.pretraining_tp!r} is not supported, only 1 is"
         )
-    has_biases = bool(hf.attention_bias)
-    return _config(hf, source, qkv_bias=has_biases, o_bias=has_biases, qk_norm=False)
+    has_attention_biases = bool(hf.attention_bias)
+    return _config(
+        hf, source, qkv_bias=has_attention_biases, o_bias=has_attention_biases, qk_norm=False
+    )
 
 
 def qwen3_config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
@@ -334,8 +339,15 @@ def qwen3_config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
         source: The path of config.json, for messages.
         more_fields: Name of a further field of the ModelConfig -> its value.
     """
-    has_biases = bool(hf.attention_bias)
-    return _config(hf, source, qkv_bias=has_biases, o_bias=has_biases, qk_norm=True, **more_fields)
+    has_attention_biases = bool(hf.attention_bias)
+    return _config(
+        hf,
+        source,
+        qkv_bias=has_attention_biases,
+        o_bias=has_attention_biases,
+        qk_norm=True,
+        **more_fields,
+    )
 
 
 def qwen2_moe_config(hf: Any, source: str) -> ModelConfig:
@@ -382,8 +394,9 @@ def qwen3_5_text_config(
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        has_interleaved_projections: Whether the checkpoint stores two input projections of a delta
-            net, whose rows are ordered by key head, instead of four.
+        has_interleaved_projections: Whether the checkpoint stores the input projections of a delta
+            net as two matrices instead of four. The rows of the two matrices are ordered by key
+            head.
         more_fields: Name of a further field of the ModelConfig -> its value.
     """
     if not getattr(hf, "attn_output_gate", True):
@@ -476,13 +489,16 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
     has_delta_net = "delta" in more_fields
-    size_fields = [size_field for size_field in SIZES if size_field not in more_fields]
-    size_by_field = _positive_ints(hf, source, dict(zip(size_fields, size_fields, strict=True)))
+    size_by_field_name = _positive_ints(
+        hf,
+        source,
+        {field_name: field_name for field_name in SIZES if field_name not in more_fields},
+    )
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None:
-        head_dim = size_by_field["hidden_size"] // size_by_field["num_attention_heads"]
+        head_dim = size_by_field_name["hidden_size"] // size_by_field_name["num_attention_heads"]
     supported_layer_types = (ATTENTION, LINEAR if has_delta_net else SLIDING)
-    sliding_window, sliding_layers = _sliding(hf, supported_layer_types, source)
+    window_length, numbers_of_layers_with_window = _sliding(hf, supported_layer_types, source)
     model_config = ModelConfig(
         model_type=hf.model_type,
         head_dim=head_dim,
@@ -491,10 +507,10 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
         ),
         rms_norm_eps=positive_field(vars(hf), "rms_norm_eps", source),
         tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
-        sliding_window=sliding_window,
-        sliding_layers=sliding_layers,
+        sliding_window=window_length,
+        sliding_layers=numbers_of_layers_with_window,
         chunk=_chunk(hf, source),
-        **size_by_field,
+        **size_by_field_name,
         **more_fields,
     )
     if model_config.num_attention_heads % model_config.num_key_value_heads:
@@ -507,22 +523,22 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
     return model_config
 
 
-def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str, Any]:
+def _positive_ints(hf: Any, source: str, field_name_by_key: Mapping[str, str]) -> dict[str, Any]:
     """Reads fields that must be positive integers.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        fields: Key of the returned dict -> name of the field in config.json.
+        field_name_by_key: Key of the returned dict -> name of the field in config.json.
 
     Returns:
-        Key of `fields` -> value of the field.
+        Key of `field_name_by_key` -> value of the field.
 
     Raises:
         InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
     positive_int_by_key = {}
-    for key_of_returned_dict, config_field_name in fields.items():
+    for key_of_returned_dict, config_field_name in field_name_by_key.items():
         field_value = getattr(hf, config_field_name)
         if type(field_value) is not int or field_value < 1:
             raise InputError(
@@ -574,8 +590,9 @@ def _chunk(hf: Any, source: str) -> int | None:
     In rows up to this length, dual-chunk attention (arXiv:2402.17463) computes the same as plain
     attention. The length is chunk_size, for which this function has the same default as vLLM and
     SGLang. If the settings contain a smaller original_max_position_embeddings, that number is the
-    length, because vLLM and SGLang scale the queries of longer rows. transformers ignores
-    dual_chunk_attention_config, including its settings of sparse attention.
+    length, because vLLM and SGLang scale the queries of longer rows. transformers would compute
+    plain attention in longer rows as well, because it ignores dual_chunk_attention_config. Like
+    transformers, this function ignores settings of sparse attention in this configuration.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
@@ -633,16 +650,16 @@ def _sliding(
                 f"{source}: layer_types: layer {layer} is {layer_type!r}, and only "
                 f"{' and '.join(supported_types)} are supported"
             )
-    sliding_layers = _layers_of_type(layer_types, SLIDING)
-    if not sliding_layers:
+    numbers_of_layers_with_window = _layers_of_type(layer_types, SLIDING)
+    if not numbers_of_layers_with_window:
         return None, ()
     if hf.sliding_window is None:
         raise InputError(
-            f"{source}: layer_types: layer {sliding_layers[0]} slides, but there is no window "
-            "(use_sliding_window, sliding_window)"
+            f"{source}: layer_types: layer {numbers_of_layers_with_window[0]} slides, but there "
+            "is no window (use_sliding_window, sliding_window)"
         )
     window_length = _positive_ints(hf, source, {"window": "sliding_window"})["window"]
-    return window_length, sliding_layers
+    return window_length, numbers_of_layers_with_window
 
 
 def _layers_of_type(layer_types: Sequence[str], wanted_type: str) -> tuple[int, ...]:
@@ -665,11 +682,14 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
         InputError: If no layer has experts, or if the sizes are not valid.
     """
     sparse_layer_step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
-    layers_at_sparse_step = range(sparse_layer_step - 1, hf.num_hidden_layers, sparse_layer_step)
-    sparse_layers = tuple(
-        layer for layer in layers_at_sparse_step if layer not in hf.mlp_only_layers
+    # For n = `sparse_layer_step`, every nth layer has experts, unless mlp_only_layers contains its
+    # number.
+    numbers_of_sparse_layers = tuple(
+        layer_number
+        for layer_number in range(sparse_layer_step - 1, hf.num_hidden_layers, sparse_layer_step)
+        if layer_number not in hf.mlp_only_layers
     )
-    if not sparse_layers:
+    if not numbers_of_sparse_layers:
         raise InputError(
             f"{source}: no layer has experts (decoder_sparse_step {sparse_layer_step}, "
             f"mlp_only_layers {hf.mlp_only_layers}); such a model is not supported"
@@ -679,7 +699,7 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
         hf.norm_topk_prob
     )
     experts_config = _experts_config(hf, source, renormalises_routing_weights)
-    return {"experts": experts_config, "sparse_layers": sparse_layers}
+    return {"experts": experts_config, "sparse_layers": numbers_of_sparse_layers}
 
 
 def _experts_config(hf: Any, source: str, renormalises_routing_weights: bool) -> ExpertsConfig:
@@ -696,10 +716,9 @@ def _experts_config(hf: Any, source: str, renormalises_routing_weights: bool) ->
     """
     size_by_expert_field = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
-        # In this family, each layer with experts also has a shared expert, because the family's
-        # configuration class in transformers has the field SHARED_WIDTH. For other families,
-        # `shared_width` stays 0 even if config.json contains the field, because transformers
-        # ignores it.
+        # The family's configuration class in transformers has the field SHARED_WIDTH, which means
+        # that each layer with experts also has a shared expert. For other families, `shared_width`
+        # stays 0 even if config.json contains the field, because transformers ignores it.
         size_by_expert_field |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
     if size_by_expert_field["per_token"] > size_by_expert_field["count"]:
         raise InputError(
@@ -715,8 +734,9 @@ def _delta_net_config(hf: Any, source: str, has_interleaved_projections: bool) -
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        has_interleaved_projections: Whether the checkpoint stores two input projections of a delta
-            net, whose rows are ordered by key head, instead of four.
+        has_interleaved_projections: Whether the checkpoint stores the input projections of a delta
+            net as two matrices instead of four. The rows of the two matrices are ordered by key
+            head.
 
     Raises:
         InputError: If a size is not valid, if the number of value heads is not a multiple of the

@@ -91,7 +91,8 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
             None for the first call.
 
     Returns:
-        The program of the step, with the checkpoint from which its weights will be read.
+        The model on its mesh, with its hooks, its kernels, and the checkpoint from which its
+        weights will be read.
 
     Raises:
         InputError: If the model cannot be read, or if the requested step cannot be computed.
@@ -105,15 +106,17 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         )
     else:
         checkpoint = previous.checkpoint
-    config_from_json = read_model_config(checkpoint.file("config.json"))
+    model_config_in_json = read_model_config(checkpoint.file("config.json"))
     adapter = None
     if previous is None and model_options.lora is not None:
-        adapter = LoraAdapter(model_options.lora, checkpoint, config_from_json.tie_word_embeddings)
+        adapter = LoraAdapter(
+            model_options.lora, checkpoint, model_config_in_json.tie_word_embeddings
+        )
         checkpoint.adapter = adapter
-    model_config = as_stored(config_from_json, checkpoint.tensors)
+    model_config = as_stored(model_config_in_json, checkpoint.tensors)
     model, host_row_shardings = build_model(request, model_config)
     if previous is None:
-        _log_peculiarities(checkpoint, config_from_json, model)
+        _log_peculiarities(checkpoint, model_config_in_json, model)
     if previous is not None and previous.layout == model.layout:
         kernels = previous.kernel_choice_by_operation
     else:
@@ -136,8 +139,9 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         tensor_names(model_config, checkpoint.tensors),
     )
     if adapter is not None:
-        # The adapter may also change tensors that this step need not read: the head, and the layers
-        # after the last hook.
+        # `check_read` gets the tensors of the whole model, because the adapter may also change
+        # tensors that the hooked model does not read: the head if no predictions are
+        # requested, and the layers after the last hook.
         tensor_names_of_model = {HEAD}
         for weight_spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
             tensor_names_of_model.update(weight_spec.hf_names)
@@ -156,29 +160,30 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
 
 
 def _log_peculiarities(
-    checkpoint: Checkpoint, config_from_json: ModelConfig, model: HookedModel
+    checkpoint: Checkpoint, model_config_in_json: ModelConfig, model: HookedModel
 ) -> None:
     """Logs differences between the computation and what a user may expect from config.json.
 
     Args:
         checkpoint: The checkpoint, with its adapter.
-        config_from_json: The configuration in config.json, which may differ from the stored
+        model_config_in_json: The configuration in config.json, which may contradict the stored
             tensors.
         model: The model that computes the hooks.
     """
-    flag_with_value = checkpoint.flag_with_value
-    if FAMILIES[config_from_json.model_type].is_multimodal:
+    if FAMILIES[model_config_in_json.model_type].is_multimodal:
         log.info(
             "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",
-            flag_with_value,
+            checkpoint.flag_with_value,
         )
-    # An adapter may have added HEAD to the tensors of a model with a tied embedding, as another
-    # name of the embedding. Therefore the name in the file tells whether a head is stored.
-    file_contains_head = name_in_language_model(checkpoint.tensors.get(HEAD, "")) == HEAD
-    if model.predicts and config_from_json.tie_word_embeddings and file_contains_head:
+    # If the head is tied to the embedding, `LoraAdapter` may have added HEAD to
+    # `checkpoint.tensors` as another name of the stored embedding. So a head is only stored if the
+    # tensor also has the name HEAD in its file.
+    name_of_head_in_file = checkpoint.tensors.get(HEAD, "")
+    checkpoint_contains_head = name_in_language_model(name_of_head_in_file) == HEAD
+    if model.predicts and model_config_in_json.tie_word_embeddings and checkpoint_contains_head:
         log.info(
             "%s: its %s is used, although config.json ties it to the embedding",
-            flag_with_value,
+            checkpoint.flag_with_value,
             HEAD,
         )
     rope = model.config.rope
@@ -186,7 +191,7 @@ def _log_peculiarities(
         log.info(
             "%s: YaRN's attn_factor %s is ignored, as by transformers; vLLM would multiply the "
             "attention factor %s by it",
-            flag_with_value,
+            checkpoint.flag_with_value,
             rope.attn_factor,
             rope.attention_factor,
         )
@@ -197,15 +202,15 @@ def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel
 
     Args:
         model: The model, with any kernels.
-        kernels: Field of `Kernels` -> the kernel that was chosen.
+        kernels: Kind of kernel (a field of `Kernels`) -> the kernel that was chosen.
 
     Returns:
-        A copy of the model. Fields that are not in `kernels` keep their kernels.
+        A copy of the model. For kinds that are not in `kernels`, it keeps the kernels of `model`.
     """
-    function_by_kernel_field = {
-        kernel_field: kernel_choice.kernel for kernel_field, kernel_choice in kernels.items()
+    chosen_kernel_by_kind = {
+        kernel_kind: kernel_choice.kernel for kernel_kind, kernel_choice in kernels.items()
     }
-    return model.clone(kernels=model.kernels._replace(**function_by_kernel_field))
+    return model.clone(kernels=model.kernels._replace(**chosen_kernel_by_kind))
 
 
 def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
@@ -269,10 +274,11 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason_for_mesh
     )
     check_divisibility(layout, num_rows_of_step, row_length, config.sizes)
-    preferred_kernel_by_kernel_field = {}
-    for kernel_field, kernel_by_name in candidates_for(platform).items():
-        preferred_kernel_by_kernel_field[kernel_field] = next(iter(kernel_by_name.values()))
-    kernels = Kernels(**preferred_kernel_by_kernel_field)
+    preferred_kernel_by_kind = {
+        kernel_kind: next(iter(kernel_by_name.values()))
+        for kernel_kind, kernel_by_name in candidates_for(platform).items()
+    }
+    kernels = Kernels(**preferred_kernel_by_kind)
     model = create_model_with_hooks(
         config, hooks_computed_by_model, model_dtype, activation_dtype, kernels, layout
     )
@@ -375,13 +381,13 @@ def choose_hooks(
             model.
     """
     hook_options = request.hook_options
-    hooks_of_model = hook_table(config, hook_options.top_logits)
+    hook_table_of_model = hook_table(config, hook_options.top_logits)
     num_layers = config.num_hidden_layers
     size_by_axis_letter = config.sizes_with(request.batch_shape[1])
     code_encoders = make_encoders(
         request.autoencoders,
         hook_options.encode_most,
-        hooks_of_model,
+        hook_table_of_model,
         num_layers,
         size_by_axis_letter,
     )
@@ -391,7 +397,7 @@ def choose_hooks(
         or hook_options.hook_names is not None
         or hook_options.layers_to_extract is not None
     ):
-        hook_by_key = _requested_hooks(hook_options, config, hooks_of_model)
+        hook_by_key = _requested_hooks(hook_options, config, hook_table_of_model)
     for encoder in code_encoders:
         source_hook = encoder.source_hook
         if not hook_options.keep_activations:
@@ -405,14 +411,17 @@ def choose_hooks(
 
 
 def _requested_hooks(
-    options: HookOptions, config: ModelConfig, hooks_of_model: HookTable
+    options: HookOptions, config: ModelConfig, hook_table_of_model: HookTable
 ) -> dict[Key, Hook]:
-    """Returns the hooks that the flags name, without hooks of codes.
+    """Returns the hooks that --hook_names or --layers_to_extract names.
+
+    If neither flag is given, the hooks of the default layers are returned. The hooks whose values
+    are codes of autoencoders are not among the returned hooks, because --encode names them.
 
     Args:
         options: The flags that name the hooks.
         config: The configuration of the model.
-        hooks_of_model: The hooks of the model.
+        hook_table_of_model: The table of the kinds of hooks of the model.
 
     Returns:
         Key in the shards -> hook, in the order in which the model computes the hooks.
@@ -423,7 +432,7 @@ def _requested_hooks(
     """
     num_layers = config.num_hidden_layers
     if options.hook_names is not None:
-        hook_by_name = hooks_of_model.matching(options.hook_names, num_layers)
+        hook_by_name = hook_table_of_model.matching(options.hook_names, num_layers)
         if any(hook.kind.width_factor > config.vocab_size for hook in hook_by_name.values()):
             raise InputError(
                 f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
@@ -438,7 +447,9 @@ def _requested_hooks(
         layers_to_store = range(num_layers)
     else:
         layers_to_store = options.layers_to_extract
-    hooks_of_layers = hooks_of_model.of_layers(layers_to_store, options.activation_type, num_layers)
+    hooks_of_layers = hook_table_of_model.of_layers(
+        layers_to_store, options.activation_type, num_layers
+    )
     return {hook.layer_number: hook for hook in hooks_of_layers}
 
 
@@ -450,7 +461,7 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
 
     Args:
         options: The flags that name the hooks.
-        forward: The program with its hooks.
+        forward: The model on its mesh, with its hooks and encoders.
     """
     num_layers = forward.model.config.num_hidden_layers
     bytes_per_token_by_hook = forward.token_bytes
