@@ -52,7 +52,9 @@ def test_the_numbers_are_those_that_numpy_gives(run):
         norms = np.linalg.norm(activations, axis=1)
         expected = np.quantile(norms, [0.01, 0.25, 0.5, 0.75, 0.99, 1])
         np.testing.assert_allclose(hook_report.norm_quantiles, expected, rtol=1e-5)
-        assert hook_report.tokens_with_largest_norms_and_counts[0][0] == norms.argmax()
+        assert (
+            hook_report.equal_tokens_with_largest_norms[0].index_of_largest_norm == norms.argmax()
+        )
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
         assert hook_report.median_norms_of_position_ranges[4] == pytest.approx(
             np.median(fours), rel=1e-5

@@ -46,7 +46,7 @@ CHUNK_BYTES = 256 * 2**20
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
 # A function that takes the content of metadata.json. It returns a `TextFunctions`, whose functions
 # decode token ids, and read samples from the data set again.
-LoadText = Callable[[dict[str, Any]], TextFunctions]
+TextFunctionsLoader = Callable[[dict[str, Any]], TextFunctions]
 
 
 def export_format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
@@ -79,7 +79,7 @@ def export(
     export_format: ExportFormat,
     target_folder: str,
     patterns: Sequence[str] | None,
-    load_text: LoadText | None = None,
+    load_text: TextFunctionsLoader | None = None,
 ) -> None:
     """Exports a run to a new folder, and prints how the other program reads the folder.
 
@@ -134,13 +134,16 @@ def export(
     tokens_per_chunk = max(CHUNK_BYTES // bytes_per_token // tokens_per_row, 1) * tokens_per_row
     tokens_per_chunk = min(tokens_per_chunk, export_format.max_tokens_per_chunk or tokens_per_chunk)
     token_chunks = _chunks(
-        finished_dataset, exported_hook_names, tokens_per_chunk, export_format.sample_column_names
+        finished_dataset,
+        exported_hook_names,
+        tokens_per_chunk,
+        export_format.sample_table_column_names,
     )
-    if export_format.needs_text:
+    if export_format.needs_sample_text:
         assert load_text is not None  # all callers pass it if the format needs text
-        text_functions = _load_text(finished_dataset, flag_and_format, load_text)
+        sample_text_functions = _load_text_functions(finished_dataset, flag_and_format, load_text)
         token_chunks = with_texts(
-            token_chunks, root, log_by_folder, finished_dataset, text_functions
+            token_chunks, root, log_by_folder, finished_dataset, sample_text_functions
         )
     # In addition to the activations, the files contain token ids, masks and scales. They need up to
     # 24 bytes per token and hook, such as two token ids and a mask of 8 bytes each. Texts are not
@@ -162,14 +165,14 @@ def export(
     )
     if num_omitted_tokens := finished_dataset.tokens - export_result.num_tokens:
         place_of_left_out_tokens_phrase = (
-            ", at the ends of their samples" if export_format.rows_end_with_samples else ""
+            ", at the ends of their samples" if export_format.each_row_has_one_sample else ""
         )
         say(
             f"left out: {counted(num_omitted_tokens, 'token')}, too few for a row of "
             f"{tokens_per_row}"
             f"{place_of_left_out_tokens_phrase}"
         )
-    for omission_phrase in export_result.omissions:
+    for omission_phrase in export_result.omission_phrases:
         say(f"left out: {omission_phrase}")
     say("read it with:")
     for instruction_line in export_format.usage_lines(
@@ -203,7 +206,9 @@ def _finished_run(root: Folder, log_by_folder: dict[str, RunLog]) -> ActivationD
         raise RunError(one_line(error)) from error
 
 
-def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText) -> TextFunctions:
+def _load_text_functions(
+    dataset: ActivationDataset, flag: str, load_text: TextFunctionsLoader
+) -> TextFunctions:
     """Returns the functions with which an export gets the text of a run's samples.
 
     Args:
@@ -220,8 +225,9 @@ def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText) -> Te
             `load_text` may raise InputError, too.
     """
     if not dataset.identity.from_dataset:
-        reason_phrase = "records no data set, because another program stored it"
-        raise InputError(f"{flag}: {dataset.url} {reason_phrase}")
+        raise InputError(
+            f"{flag}: {dataset.url} records no data set, because another program stored it"
+        )
     return load_text(dataset.metadata)
 
 

@@ -19,14 +19,14 @@ class Exported(NamedTuple):
     """The result of an export: the number of exported tokens, and the data that was left out.
 
     Attributes:
-        num_tokens: The number of tokens in the files. Other tokens of the run are missing in the
-            files because they did not fill a row.
-        omissions: Phrases about other data of the run that the files do not contain, such as
-            "3 samples without tokens".
+        num_tokens: The number of tokens in the exported files. Other tokens of the run are missing
+            in the files because they did not fill a row.
+        omission_phrases: A phrase for each kind of other data of the run that was not exported,
+            such as "3 samples without tokens".
     """
 
     num_tokens: int
-    omissions: tuple[str, ...] = ()
+    omission_phrases: tuple[str, ...] = ()
 
 
 class ExportFormat(ABC):
@@ -37,15 +37,15 @@ class ExportFormat(ABC):
         needed_package: The name of the Python package that is needed to write the files.
         accepted_hooks_phrase: The hooks that the format accepts, in words for messages.
         needs_every_token: Whether a run must store all tokens of its samples.
-        needs_text: Whether the chunks that `write` takes contain the text of the sample up to and
-            including each token, in the column TEXT_COLUMN of nla_files.py.
-        sample_column_names: The names of the columns of the table of samples that the chunks
-            contain.
+        needs_sample_text: Whether the chunks that `write` takes contain, for each token, the text
+            of its sample up to and including this token, in the column TEXT_COLUMN of nla_files.py.
+        sample_table_column_names: The names of the columns of the table of samples that the chunks
+            contain, too. Empty for none.
         tokens_per_row: The number of tokens in a row of the files. Tokens that do not fill a row
             are left out.
-        rows_end_with_samples: Whether a row contains tokens of a single sample, so that tokens at
-            the ends of samples are left out. Otherwise only the last tokens of the run are left
-            out.
+        each_row_has_one_sample: Whether all tokens of a row belong to one sample. If so, the last
+            tokens of each sample are left out if they do not fill a row. Otherwise a row may
+            contain tokens of several samples, and only the last tokens of the run are left out.
         max_tokens_per_chunk: The largest number of tokens in a chunk, which is a batch of tokens
             that is written at once. None if only memory limits the number.
     """
@@ -54,10 +54,10 @@ class ExportFormat(ABC):
     needed_package: ClassVar[str]
     accepted_hooks_phrase: ClassVar[str]
     needs_every_token: ClassVar[bool] = False
-    needs_text: ClassVar[bool] = False
-    sample_column_names: ClassVar[tuple[str, ...]] = ()
+    needs_sample_text: ClassVar[bool] = False
+    sample_table_column_names: ClassVar[tuple[str, ...]] = ()
     tokens_per_row: ClassVar[int] = 1
-    rows_end_with_samples: ClassVar[bool] = False
+    each_row_has_one_sample: ClassVar[bool] = False
     max_tokens_per_chunk: ClassVar[int | None] = None
 
     @abstractmethod
@@ -79,7 +79,8 @@ class ExportFormat(ABC):
             chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
-            InputError: If the files cannot be made of the chosen hooks.
+            InputError: If the format accepts none of the chosen hooks. Some formats have more
+                conditions, for example that a single hook is chosen.
         """
         ordered_hook_names = [hook_name for hook_name in dataset.hooks if hook_name in chosen_hooks]
         exported_hook_names = [
@@ -90,11 +91,11 @@ class ExportFormat(ABC):
                 f"--export {self.flag_value}: takes {self.accepted_hooks_phrase}; "
                 f"{dataset.url} has {', '.join(chosen_hooks)}"
             )
-        if omitted_hooks := [
+        if omitted_hook_names := [
             hook_name for hook_name in chosen_hooks if hook_name not in exported_hook_names
         ]:
             say(
-                f"left out: {', '.join(omitted_hooks)}; {self.flag_value} takes "
+                f"left out: {', '.join(omitted_hook_names)}; {self.flag_value} takes "
                 f"{self.accepted_hooks_phrase}"
             )
         return exported_hook_names
@@ -130,8 +131,8 @@ class ExportFormat(ABC):
                 files.
 
         Returns:
-            The number of tokens in the files, and phrases about other data of the run that the
-            files do not contain.
+            The number of exported tokens, and phrases about other data of the run that was not
+            exported, for messages to the user.
 
         Raises:
             RunError: If the run contains values that the files cannot contain.

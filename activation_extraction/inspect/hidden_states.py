@@ -66,13 +66,13 @@ class StoredRow:
         token_ids: Token ids of the sample, int64 (tokens,).
         states_of_layers: Hidden states of each layer in the stored dtype, (states, width). There is
             a state for each token, unless the file is wrong.
-        scale_of_token: Scale of each token, by which its float8 values in all layers are
+        token_scales: Scale of each token, by which its float8 values in all layers are
             multiplied, float32 (states, 1). None if the states are not float8.
     """
 
     token_ids: np.ndarray
     states_of_layers: Sequence[np.ndarray]
-    scale_of_token: np.ndarray | None = None
+    token_scales: np.ndarray | None = None
 
     @property
     def dtype(self) -> str:
@@ -94,9 +94,7 @@ class StoredRow:
             layer: Index of the layer in `states_of_layers`.
         """
         float32_states = self.states_of_layers[layer].astype(np.float32)
-        return (
-            float32_states if self.scale_of_token is None else float32_states * self.scale_of_token
-        )
+        return float32_states if self.token_scales is None else float32_states * self.token_scales
 
     def as_if_stored(self, values: np.ndarray, first_state_index: int) -> np.ndarray:
         """Rounds recomputed values to float8 as the file does, if the file contains float8 values.
@@ -107,19 +105,21 @@ class StoredRow:
 
         Args:
             values: Recomputed hidden states of consecutive tokens, float32 (tokens, width).
-            first_state_index: Index, among the stored states of a layer of the file, of the state
-                with which the first row of `values` is compared. The states that follow it are
-                compared with the other rows.
+            first_state_index: Index of the stored state with which the first row of `values` is
+                compared. It counts the stored states of one layer of the file, from 0. The next
+                rows are compared with the next states.
 
         Returns:
             The rounded values, float32 (tokens, width). `values` itself if the file contains no
             float8 values.
         """
-        if self.scale_of_token is None:
+        if self.token_scales is None:
             return values
-        token_scales = self.scale_of_token[first_state_index : first_state_index + len(values)]
-        clipped_values = np.clip(values / token_scales, -LARGEST_E4M3, LARGEST_E4M3)
-        return clipped_values.astype(VALUE_DTYPE).astype(np.float32) * token_scales
+        compared_token_scales = self.token_scales[
+            first_state_index : first_state_index + len(values)
+        ]
+        clipped_values = np.clip(values / compared_token_scales, -LARGEST_E4M3, LARGEST_E4M3)
+        return clipped_values.astype(VALUE_DTYPE).astype(np.float32) * compared_token_scales
 
 
 class StatesFolder(ABC):
@@ -133,15 +133,16 @@ class StatesFolder(ABC):
         path_by_row_number: Path of the file of each row, by the number of the row, in any order.
 
     Attributes:
-        program_name: Name of the other program.
-        first_block_number: Number that the other program gives to the output of the first block.
+        writing_program_name: Name of the other program, which has written the files.
+        first_decoder_layer_number: Number that the other program gives to the output of the model's
+            first block (decoder layer).
         path: Path of the folder.
         path_by_row_number: Path of the file of each row, by the number of the row, in ascending
             order.
     """
 
-    program_name: str
-    first_block_number: int
+    writing_program_name: str
+    first_decoder_layer_number: int
 
     def __init__(self, path: Path, path_by_row_number: dict[int, Path]) -> None:
         self.path = path
@@ -222,8 +223,8 @@ class SpeculatorsFolder(StatesFolder):
     (tokens, 1, 1), contains the scale of each token.
     """
 
-    program_name = "speculators"
-    first_block_number = 1
+    writing_program_name = "speculators"
+    first_decoder_layer_number = 1
 
     def last_hook(self, depth: int) -> str:
         return last_residual_stream_hook(depth)
@@ -269,13 +270,13 @@ class SpeculatorsFolder(StatesFolder):
                 data_file["filename"]
                 for data_file in json.loads(state_path.read_text())["_data_files"]
             ]
-            token_id_tables = []
+            arrow_tables_of_files = []
             for arrow_file_name in arrow_file_names:
                 mapped_file = pyarrow.memory_map(str(self.path / Path(arrow_file_name).name))
-                token_id_tables.append(
+                arrow_tables_of_files.append(
                     pyarrow.ipc.open_stream(mapped_file).read_all().select(["input_ids"])
                 )
-            return pyarrow.concat_tables(token_id_tables)["input_ids"]
+            return pyarrow.concat_tables(arrow_tables_of_files)["input_ids"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{state_path}: its data set cannot be read: {one_line(error)}"
@@ -313,8 +314,8 @@ class SpecForgeFolder(StatesFolder):
     have the shape (tokens,).
     """
 
-    program_name = "SpecForge"
-    first_block_number = 0
+    writing_program_name = "SpecForge"
+    first_decoder_layer_number = 0
 
     def last_hook(self, depth: int) -> str:
         return FINAL_NORM_HOOK
@@ -416,7 +417,7 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
         mapped_bytes = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # np.memmap raises ValueError if the file is empty
         raise RunError(f"{path}: {reason_of(error)}") from error
-    tensor_header = read_header(
+    file_header = read_header(
         lambda start, stop: mapped_bytes[start:stop].tobytes(),
         len(mapped_bytes),
         str(path),
@@ -429,7 +430,7 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
             mapped_bytes,
             tensor_description.offset,
         )
-        for tensor_name, tensor_description in tensor_header.tensors.items()
+        for tensor_name, tensor_description in file_header.tensors.items()
     }
 
 
@@ -448,11 +449,13 @@ def _torch_tensors(path: Path) -> dict[str, np.ndarray]:
         file_bytes = path.read_bytes()
         if path.suffix == ".gz":
             file_bytes = gzip.decompress(file_bytes)
-        loaded_tensors = torch.load(io.BytesIO(file_bytes), map_location="cpu", weights_only=True)
+        loaded_object_by_name = torch.load(
+            io.BytesIO(file_bytes), map_location="cpu", weights_only=True
+        )
         return {
-            tensor_name: _as_array(tensor)
-            for tensor_name, tensor in loaded_tensors.items()
-            if torch.is_tensor(tensor)
+            object_name: _as_array(loaded_object)
+            for object_name, loaded_object in loaded_object_by_name.items()
+            if torch.is_tensor(loaded_object)
         }
     except (OSError, EOFError, zlib.error) as error:
         raise RunError(f"{path}: {reason_of(error)}") from error

@@ -49,10 +49,15 @@ class DelphiFormat(ExportFormat):
     accepted_hooks_phrase = "codes, which --encode stores"
     needs_every_token = True
     tokens_per_row = ROW_TOKENS
-    rows_end_with_samples = True
+    each_row_has_one_sample = True
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether the hook has codes."""
+        """Returns whether a hook can be exported: its values must be codes.
+
+        Args:
+            dataset: The run.
+            hook: The name of the hook.
+        """
         return not dataset.shards.stored_hook_by_name[hook].values_are_array
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
@@ -104,8 +109,8 @@ class DelphiFormat(ExportFormat):
         # number of all tokens.
         token_bounds_of_samples = np.cumsum([0, *sample_lengths])
         num_read_tokens = 0  # number of tokens that were read so far
-        # Number of tokens read so far that belong to complete rows. Only complete rows are written.
-        num_tokens_in_whole_rows = 0
+        # Number of tokens read so far that are exported. Only tokens in complete rows are exported.
+        num_exported_tokens = 0
         # Name of a hook -> number of its values that are left out because their magnitude is at
         # most LARGEST_LEFT_OUT_VALUE.
         left_out_code_count_by_hook = dict.fromkeys(hooks, 0)
@@ -129,45 +134,50 @@ class DelphiFormat(ExportFormat):
             sample_indices_of_tokens = (
                 np.searchsorted(token_bounds_of_samples, token_indices_in_run, "right") - 1
             )
-            whole_row_mask = (
+            exported_token_mask = (
                 token_batch.position
                 < sample_lengths[sample_indices_of_tokens]
                 // self.tokens_per_row
                 * self.tokens_per_row
             )
-            # Only rows that are full of tokens are exported. For each token of the chunk that is in
-            # such a row, this is the index among all of the run's tokens in such rows. The elements
-            # for the other tokens have no meaning, and are not used.
-            indices_in_whole_rows = num_tokens_in_whole_rows + np.cumsum(whole_row_mask) - 1
-            token_ids_of_chunks.append(token_batch.token_ids[whole_row_mask])
+            # Index of each exported token of the chunk among all exported tokens of the run. The
+            # elements for the other tokens of the chunk have no meaning, and are not used.
+            indices_among_exported_tokens = num_exported_tokens + np.cumsum(exported_token_mask) - 1
+            token_ids_of_chunks.append(token_batch.token_ids[exported_token_mask])
             for hook_name, hook_codes in token_batch.items():
-                token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
+                token_indices_of_values = np.repeat(
+                    np.arange(len(token_batch)), np.diff(hook_codes.indptr)
+                )
                 small_value_mask = np.abs(hook_codes.data) <= LARGEST_LEFT_OUT_VALUE
                 left_out_code_count_by_hook[hook_name] += int(
-                    np.count_nonzero(whole_row_mask[token_of_value] & small_value_mask)
+                    np.count_nonzero(
+                        exported_token_mask[token_indices_of_values] & small_value_mask
+                    )
                 )
-                kept_value_mask = whole_row_mask[token_of_value] & ~small_value_mask
-                token_index_of_value = indices_in_whole_rows[token_of_value[kept_value_mask]]
-                row_index_of_value, token_index_in_row_of_value = np.divmod(
-                    token_index_of_value, self.tokens_per_row
+                kept_value_mask = exported_token_mask[token_indices_of_values] & ~small_value_mask
+                exported_token_indices_of_values = indices_among_exported_tokens[
+                    token_indices_of_values[kept_value_mask]
+                ]
+                row_indices_of_values, token_indices_in_rows = np.divmod(
+                    exported_token_indices_of_values, self.tokens_per_row
                 )
                 columns_of_entries = [
-                    row_index_of_value,
-                    token_index_in_row_of_value,
+                    row_indices_of_values,
+                    token_indices_in_rows,
                     hook_codes.indices[kept_value_mask],
                     hook_codes.data[kept_value_mask],
                 ]
                 values_with_locations = np.rec.fromarrays(columns_of_entries, dtype=ENTRY)
                 path_by_feature_range = path_by_range_by_hook_name[hook_name]
                 for (first_feature_id, stop_feature_id), file_path in path_by_feature_range.items():
-                    feature_id_of_value = values_with_locations["latent"]
-                    values_in_file_mask = (feature_id_of_value >= first_feature_id) & (
-                        feature_id_of_value < stop_feature_id
+                    feature_ids_of_values = values_with_locations["latent"]
+                    values_in_file_mask = (feature_ids_of_values >= first_feature_id) & (
+                        feature_ids_of_values < stop_feature_id
                     )
                     with open(file_path, "ab") as codes_file:
                         values_with_locations[values_in_file_mask].tofile(codes_file)
             num_read_tokens += len(token_batch)
-            num_tokens_in_whole_rows += int(whole_row_mask.sum())
+            num_exported_tokens += int(exported_token_mask.sum())
         token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.tokens_per_row)
         for hook_name in hooks:
             for (first_feature_id, _), file_path in path_by_range_by_hook_name[hook_name].items():
@@ -182,12 +192,12 @@ class DelphiFormat(ExportFormat):
                     entries_of_file["token_in_row"],
                     entries_of_file["latent"],
                 ]
-                tensors_of_file = {
+                tensor_by_name = {
                     "locations": np.stack(location_columns, axis=1),
                     "activations": entries_of_file["value"].copy(),
                     "tokens": token_ids_of_rows,
                 }
-                file_path.write_bytes(save(tensors_of_file))
+                file_path.write_bytes(save(tensor_by_name))
             delphi_settings = {
                 "model_name": dataset.tokenizer_path,
                 "dataset_repo": dataset.identity.data,
@@ -230,6 +240,7 @@ def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
         The id of the first feature of each file, and as the last item the number of all features.
     """
     feature_count = dataset.hooks[hook]
-    max_value_count = dataset.tokens * dataset.shards.stored_hook_by_name[hook].max_values
-    file_count = max(USUAL_FILES, -(-max_value_count * ENTRY.itemsize // FILE_BYTES))  # rounded up
+    value_count_upper_bound = dataset.tokens * dataset.shards.stored_hook_by_name[hook].max_values
+    num_full_files = -(-value_count_upper_bound * ENTRY.itemsize // FILE_BYTES)  # rounded up
+    file_count = max(USUAL_FILES, num_full_files)
     return np.linspace(0, feature_count, min(file_count, feature_count) + 1).astype(int).tolist()

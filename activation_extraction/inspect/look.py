@@ -10,7 +10,7 @@ from typing import Any
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
-from activation_extraction.inspect.export import LoadText, export, export_format_of
+from activation_extraction.inspect.export import TextFunctionsLoader, export, export_format_of
 from activation_extraction.inspect.hidden_states import StatesFolder, find_states_folder
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
@@ -29,7 +29,7 @@ STATUS_PATIENCE = 20.0
 def look(
     config: Config,
     load_model: Callable[[dict[str, Any]], Recomputer] | None = None,
-    load_text: LoadText | None = None,
+    load_text: TextFunctionsLoader | None = None,
     load_states_recomputer: StatesRecomputerLoader | None = None,
 ) -> int:
     """Carries out --status, --report, --export or --verify on a stored run.
@@ -38,11 +38,13 @@ def look(
         config: The configuration, in which one of the four flags is set.
         load_model: A function that takes the content of metadata.json, loads the model for
             --verify, and returns a `Recomputer`. None to recompute no samples.
-        load_text: A function that takes the content of metadata.json, loads the text for --export,
-            and returns a `TextFunctions`. None if the flag needs no text.
-        load_states_recomputer: A function that takes token ids and a width, prepares the model for
-            hidden states of another program, and returns a `StatesRecomputer`. None if the flags
-            name no model.
+        load_text: A function that takes the content of metadata.json, loads the tokenizer for
+            --export, and returns a `TextFunctions`, which also reads samples from the data set
+            again if the run does not store all tokens. None if the flag needs no text.
+        load_states_recomputer: A function for --verify on hidden states that another program has
+            stored. It takes the token ids of all samples that may be computed, (tokens,) each, and
+            the number of values of a hidden state, checks that the model fits them, and returns a
+            `StatesRecomputer`. None if the flags name no model.
 
     Returns:
         The exit status: 1 if --status or --verify found a problem, otherwise 0.

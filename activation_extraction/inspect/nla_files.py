@@ -35,8 +35,11 @@ STREAM_PATTERN = re.compile(r"blocks\.(\d+)\.hook_resid_post")
 FILE_NAME = "base.parquet"
 # Rows in a row group, which needs 160 MiB if the width is 8,192 and a text has 8 KB.
 ROW_GROUP = 4096
-ID_COLUMNS = ("doc_id", "row")  # columns of the table of samples that determine a document's id
-TEXT_COLUMN = "text"  # column of a chunk with the text of the sample up to and including each token
+# Names of the columns of the table of samples that determine the id of a sample's document.
+DOCUMENT_ID_COLUMNS = ("doc_id", "row")
+# Name of the column that `with_texts` adds to batches of tokens. It contains, for each token, the
+# text of its sample up to and including this token.
+TEXT_COLUMN = "text"
 
 
 def with_texts(
@@ -61,9 +64,9 @@ def with_texts(
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
     sample_numbers_and_token_ids = _token_ids(root, log_by_folder, dataset, text_functions)
-    # Number of the sample with `ids_of_current_sample`. -1 before the first sample.
+    # Number of the sample with `token_ids_of_current_sample`. -1 before the first sample.
     current_sample_number = -1
-    ids_of_current_sample = np.empty(0, np.int32)
+    token_ids_of_current_sample = np.empty(0, np.int32)
     for token_batch in chunks:
         text_up_to_each_token = np.empty(len(token_batch), object)
         sample_numbers_and_positions = zip(
@@ -71,9 +74,11 @@ def with_texts(
         )
         for token_index, (sample_number, token_position) in enumerate(sample_numbers_and_positions):
             while current_sample_number != sample_number:
-                current_sample_number, ids_of_current_sample = next(sample_numbers_and_token_ids)
+                current_sample_number, token_ids_of_current_sample = next(
+                    sample_numbers_and_token_ids
+                )
             text_up_to_each_token[token_index] = text_functions.decode_token_ids(
-                ids_of_current_sample[: token_position + 1]
+                token_ids_of_current_sample[: token_position + 1]
             )
         yield replace(
             token_batch, columns={**token_batch.columns, TEXT_COLUMN: text_up_to_each_token}
@@ -92,13 +97,14 @@ def _token_ids(
         root: The folder with the output of all hosts.
         log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
-        text_functions: The functions for the run's text. The field `read_samples_again`, a function
-            that reads all token ids again, is None if the run stores all token ids.
+        text_functions: The functions that get the text of samples. Only `read_samples_again` is
+            called, which reads all token ids of samples again from the data set. It is None if the
+            run stores all token ids.
 
     Yields:
-        A tuple of the number of the sample and its token ids, int32 (tokens,). If the run
-        stores no tokens of a sample, the array may be empty although the sample has tokens, and the
-        sample is left out if it cannot be read again.
+        A tuple of the number of the sample and its token ids, int32 (tokens,). A sample of which
+        the run stores no tokens may be yielded with an empty array instead of its token ids. Such a
+        sample is not yielded if it cannot be read again.
 
     Raises:
         RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
@@ -107,15 +113,17 @@ def _token_ids(
     for folder_name, commit in dataset.shards.folder_names_and_commits:
         host_folder, run_log = root.child(folder_name), log_by_folder[folder_name]
         stored_tokens_of_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
-        token_ids_or_error_messages: Sequence[np.ndarray | str]
+        token_ids_or_error_message_of_samples: Sequence[np.ndarray | str]
         if text_functions.read_samples_again is None:
-            token_ids_or_error_messages = [sample.token_ids for sample in stored_tokens_of_samples]
+            token_ids_or_error_message_of_samples = [
+                stored_tokens.token_ids for stored_tokens in stored_tokens_of_samples
+            ]
         else:
-            token_ids_or_error_messages = text_functions.read_samples_again(
+            token_ids_or_error_message_of_samples = text_functions.read_samples_again(
                 stored_tokens_of_samples
             )
         for stored_tokens, token_ids_or_error_message in zip(
-            stored_tokens_of_samples, token_ids_or_error_messages, strict=True
+            stored_tokens_of_samples, token_ids_or_error_message_of_samples, strict=True
         ):
             if not isinstance(token_ids_or_error_message, str):
                 yield stored_tokens.sample_idx, token_ids_or_error_message
@@ -137,12 +145,17 @@ class NlaFormat(ExportFormat):
     flag_value = "nla"  # value of --export that selects this format
     needed_package = "transformers"
     accepted_hooks_phrase = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
-    needs_text = True
-    sample_column_names = ID_COLUMNS
+    needs_sample_text = True
+    sample_table_column_names = DOCUMENT_ID_COLUMNS
     max_tokens_per_chunk = ROW_GROUP
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether the hook is the output of a block."""
+        """Returns whether a hook can be exported: it must be the output of a block.
+
+        Args:
+            dataset: The run.
+            hook: The name of the hook.
+        """
         return STREAM_PATTERN.fullmatch(hook) is not None
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
@@ -242,18 +255,37 @@ def _layer_of(hook: str) -> int:
 def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
     """Returns the id of a sample's document, which is the same for all pieces of the document.
 
-    The program that reads the file is stage 1 of the pipeline of natural language autoencoders. It
+    The exported file is read by stage 1 of the pipeline of natural language autoencoders. Stage 1
     divides the documents by their ids, so every document needs an id. If the data set contains no
     ids, the id is the position of the document's row as JSON.
 
     Args:
         doc_id: The document's id in the data set. None if the data set contains no ids.
-        row: The position of the sample in the data; see `SampleFacts.row`.
+        row: The position of the sample's row in the data set (`SampleFacts.row`). If the sample is
+            a piece of a document, it also contains the number and the start of the piece, which
+            the id does not contain. None if the program that stored the sample gave no position.
     """
     if doc_id is not None:
         return str(doc_id)
-    piece_of_row = piece_of(row)
-    return json.dumps(row if piece_of_row is None else piece_of_row[2], ensure_ascii=False)
+    piece_number_start_and_row = piece_of(row)
+    document_row = row
+    if piece_number_start_and_row is not None:
+        _, _, document_row = piece_number_start_and_row
+    return json.dumps(document_row, ensure_ascii=False)
+
+
+def _begins_document(row: Mapping[str, Any] | None) -> bool:
+    """Returns whether a sample begins a document: it is a whole document or the first piece of one.
+
+    Args:
+        row: The position of the sample's row in the data set (`SampleFacts.row`). If the sample is
+            a piece of a document, it also contains the number of the piece.
+    """
+    piece_number_start_and_row = piece_of(row)
+    if piece_number_start_and_row is None:
+        return True
+    piece_number, _, _ = piece_number_start_and_row
+    return piece_number == 0
 
 
 def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, Any]:
@@ -273,20 +305,16 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     recorded_flags = dataset.metadata["configuration"]
     model_path = recorded_flags["model_path"]
     data_path_or_name = recorded_flags.get("dataset_path") or dataset.identity.data
-    pieces_of_samples = [
-        piece_of(row_position) for row_position in dataset.shards.columns(["row"])["row"]
-    ]
     document_count = sum(
-        piece_of_document is None or piece_of_document[0] == 0
-        for piece_of_document in pieces_of_samples
+        _begins_document(row_position) for row_position in dataset.shards.columns(["row"])["row"]
     )
-    corpus_slice = {"start": 0, "length": document_count}
+    corpus_slice_fields = {"start": 0, "length": document_count}
     text_options = dataset.identity.text
     expected_token_count = text_options.positions.expected(text_options.max_seq_length)
     num_positions_per_document = max(math.ceil(expected_token_count), 1)
     # The program that usually writes this file is stage 0 of the pipeline of natural language
     # autoencoders. It computes the id of its data set from a text of the same form.
-    identifying_text = f"{model_path}|{layer_number}|{data_path_or_name}|{corpus_slice}"
+    identifying_text = f"{model_path}|{layer_number}|{data_path_or_name}|{corpus_slice_fields}"
     dataset_digest = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
     return {
         "kind": "nla_dataset",
@@ -300,7 +328,7 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
             "layer_index": layer_number,
             "norm": "none",
             "corpus": data_path_or_name,
-            "corpus_slice": corpus_slice,
+            "corpus_slice": corpus_slice_fields,
             "positions_per_doc": num_positions_per_document,
         },
         "created_by": f"activation_extraction {activation_extraction.__version__}",

@@ -132,7 +132,9 @@ def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) ->
         identity=dataset.identity,
         hosts=host_states(log_by_folder),
         selection=token_selection,
-        hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer_or_hook_number)),
+        hooks=sorted(
+            hook_reports, key=lambda hook: (hook.hook_kind_name, hook.layer_or_hook_number)
+        ),
         decode=decode_token,
         undecoded=decoding_problem,
         codes=[*code_lines(statistics_by_hook), *warning_lines],

@@ -158,7 +158,7 @@ def throughput_over_time(axes: Axes, bin_edges: np.ndarray, rates: np.ndarray) -
 
 
 def _label(hooks: Sequence[HookReport]) -> str:
-    return "hook, in stored order" if hooks[0].kind == OTHER else "layer"
+    return "hook, in stored order" if hooks[0].hook_kind_name == OTHER else "layer"
 
 
 def _norm_scale(axes: Axes, norms: np.ndarray) -> None:

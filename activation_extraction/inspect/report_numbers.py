@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -27,7 +28,7 @@ MIN_TOKENS = 1000  # number of tokens to read even if they exceed READ_BYTES, as
 MAX_TOKENS = 200_000  # largest number of tokens to read, even if READ_BYTES allows more
 # The number of shards to read is limited by SHARD_BYTES and SHARDS, because a shard in the pickle
 # format is read completely.
-SHARD_BYTES = 8e9  # approximate largest total of decompressed bytes in the shards that are read
+SHARD_BYTES = 8e9  # approximate limit on the total decompressed bytes of all shards that are read
 SHARDS = 128  # largest number of shards from which a report reads tokens
 MAX_NORM = 1e16  # a token with a larger norm is taken as damaged
 
@@ -37,9 +38,9 @@ MAX_NORM = 1e16  # a token with a larger norm is taken as damaged
 OUTLIER = 10.0
 LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99, 1.0)  # probabilities of the quantiles of norms
 MEDIAN = 2  # index of the median in LEVELS
-OTHER = "other hooks"  # kind of the hooks whose names contain no layer
-# `tokens_with_largest_norms` considers this number of tokens at a hook: the tokens with the largest
-# norms. It counts tokens with the same id together.
+OTHER = "other hooks"  # name of the kind of all hooks whose names contain no layer
+# `equal_tokens_with_largest_norms` considers this number of tokens at a hook: the tokens with the
+# largest norms. It counts tokens with the same id together.
 NUM_LARGEST_NORMS = 200
 BINS = 120  # largest number of bins in the chart of the throughput
 # Smallest mean number of shards per bin in the chart of the throughput, for the host with the most
@@ -62,7 +63,7 @@ class TokenSelection:
             name of the hook.
         sums_by_hook: The sums from which the statistics of these tokens are computed, by the name
             of the hook.
-        shard_count: The number of shards from which the tokens were read.
+        read_shard_count: The number of shards from which the tokens were read.
     """
 
     samples: Sequence[StoredSample]
@@ -71,7 +72,7 @@ class TokenSelection:
     positions: np.ndarray
     norms_by_hook: Mapping[str, np.ndarray]
     sums_by_hook: Mapping[str, Sums]
-    shard_count: int
+    read_shard_count: int
 
     @cached_property
     def position_ranges(self) -> dict[int, np.ndarray]:
@@ -83,14 +84,14 @@ class TokenSelection:
         first_positions_of_ranges = np.array(
             [0, 1, 2, 3, *(2**exponent for exponent in range(2, 31))]
         )
-        range_number_of_token = (
+        range_numbers_of_tokens = (
             np.searchsorted(first_positions_of_ranges, self.positions, "right") - 1
         )
         return {
             int(first_positions_of_ranges[range_number]): np.flatnonzero(
-                range_number_of_token == range_number
+                range_numbers_of_tokens == range_number
             )
-            for range_number in np.unique(range_number_of_token)
+            for range_number in np.unique(range_numbers_of_tokens)
         }
 
     def around(self, token_index: int, max_neighbours: int) -> slice:
@@ -104,32 +105,38 @@ class TokenSelection:
         start_token_index = max(token_index - max_neighbours, 0)
         stop_token_index = min(token_index + max_neighbours + 1, len(self.positions))
         # The difference between position and index is equal for two tokens if no token is missing
-        # between them. Tokens of one sample with an equal difference form a stretch.
+        # between them.
         position_minus_index = self.positions[start_token_index:stop_token_index] - np.arange(
             start_token_index, stop_token_index
         )
-        same_stretch_mask = (
+        no_token_missing_mask = (
             position_minus_index == position_minus_index[token_index - start_token_index]
         )
-        same_stretch_mask &= (
+        same_sample_mask = (
             self.sample_indices[start_token_index:stop_token_index]
             == self.sample_indices[token_index]
         )
+        neighbour_mask = no_token_missing_mask & same_sample_mask
         return slice(
-            start_token_index + int(same_stretch_mask.argmax()),
-            stop_token_index - int(same_stretch_mask[::-1].argmax()),
+            start_token_index + int(neighbour_mask.argmax()),
+            stop_token_index - int(neighbour_mask[::-1].argmax()),
         )
 
 
 def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSelection:
-    """Reads the tokens of some samples from shards that are spread over the whole run.
+    """Reads some samples of a run, from shards that are spread over the whole run.
 
     From each chosen shard, consecutive samples are read. The choice is random, but is the same in
     every report on the same run.
 
     Args:
         dataset: The run, which has tokens.
-        hooks: The names of the hooks to read. They must be hooks with activations.
+        hooks: The names of the hooks at which the tokens' activations are read. They must be hooks
+            with activations.
+
+    Returns:
+        The tokens of these samples, with the norms of their activations at each hook and the sums
+        for statistics.
 
     Raises:
         OSError: If a shard cannot be read, or contains activations that are NaN or huge.
@@ -139,17 +146,19 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
     num_tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
     shard_commits = [commit for _, commit in dataset.shards.folder_names_and_commits]
     mean_shard_bytes = max(sum(commit.unpacked for commit in shard_commits) / len(shard_commits), 1)
-    shard_count = min(int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(shard_commits))
-    shard_indices = np.linspace(0, len(shard_commits) - 1, shard_count, dtype=int).tolist()
-    samples_per_shard = max(
+    num_shards_to_read = min(
+        int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(shard_commits)
+    )
+    shard_indices = np.linspace(0, len(shard_commits) - 1, num_shards_to_read, dtype=int).tolist()
+    num_samples_to_read_per_shard = max(
         num_tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
     )
     first_sample_indices_of_shards = np.cumsum([0, *(commit.count for commit in shard_commits)])
     chosen_sample_mask = np.zeros(len(dataset), bool)
-    chosen_samples: list[StoredSample] = []  # without samples that have no stored tokens
+    chosen_samples: list[StoredSample] = []  # only samples with stored tokens
     for shard_index in shard_indices:
         max_first_sample_index_in_shard = max(
-            shard_commits[shard_index].count - samples_per_shard, 0
+            shard_commits[shard_index].count - num_samples_to_read_per_shard, 0
         )
         first_chosen_sample_index_in_shard = int(
             np.random.default_rng(shard_index).integers(max_first_sample_index_in_shard + 1)
@@ -158,12 +167,12 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
             first_sample_indices_of_shards[shard_index] + first_chosen_sample_index_in_shard
         )
         stop_sample_index = min(
-            first_chosen_sample_index + samples_per_shard,
+            first_chosen_sample_index + num_samples_to_read_per_shard,
             first_sample_indices_of_shards[shard_index + 1],
         )
         chosen_sample_mask[first_chosen_sample_index:stop_sample_index] = True
         sample_table = dataset.shards.read_sample_table(shard_index).slice(
-            first_chosen_sample_index_in_shard, samples_per_shard
+            first_chosen_sample_index_in_shard, num_samples_to_read_per_shard
         )
         chosen_samples += [
             stored_sample
@@ -199,21 +208,22 @@ def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSele
         positions_of_batches.append(token_batch.position)
     if not sample_numbers_of_batches:
         raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")
-    # Whether each token begins another sample than the previous token. False for the first token.
-    next_sample_mask = (
+    # Whether each token belongs to another sample than the token before it. False for the first
+    # token, which has no token before it.
+    sample_change_mask = (
         np.diff(np.concatenate(sample_numbers_of_batches), prepend=sample_numbers_of_batches[0][0])
         != 0
     )
     return TokenSelection(
         samples=chosen_samples,
-        sample_indices=np.cumsum(next_sample_mask),
+        sample_indices=np.cumsum(sample_change_mask),
         token_ids=np.concatenate(token_ids_of_batches),
         positions=np.concatenate(positions_of_batches),
         norms_by_hook={
             hook_name: np.concatenate(hook_norms) for hook_name, hook_norms in norms_by_hook.items()
         },
         sums_by_hook=sums_by_hook,
-        shard_count=len(shard_indices),
+        read_shard_count=len(shard_indices),
     )
 
 
@@ -228,24 +238,24 @@ class HookReport:
 
     Attributes:
         name: The name of the hook.
-        kind: The name without the layer. The charts show the hooks of one kind together. OTHER if
-            the name contains no layer.
-        layer_or_hook_number: The number of the layer. `hook_number` if the kind is OTHER.
+        hook_kind_name: The name of the hook without the layer, such as "hook_resid_post". OTHER if
+            the name contains no layer. The charts show the hooks with the same `hook_kind_name`
+            together.
+        layer_or_hook_number: The number of the layer. `hook_number` if `hook_kind_name` is OTHER.
         norm_quantiles: The 1 %, 25 %, 50 %, 75 % and 99 % quantiles of the tokens' norms, and the
             largest norm (see LEVELS), float64 (6,).
         median_norms_of_position_ranges: The median norm of the tokens in each range of
             `selection.position_ranges`, float64 (ranges,).
         outlier_token_mask: Whether the norm of each token is an outlier (see OUTLIER), bool
             (tokens,).
-        tokens_with_largest_norms_and_counts: The list that `tokens_with_largest_norms` returns. It
-            contains a tuple for each token id among the NUM_LARGEST_NORMS tokens with the largest
-            norms: the index of the token that has the largest norm of the tokens with this id, and
-            the number of tokens with this id. Tokens at position 0 are counted apart from other
-            tokens with the same id, in a tuple of their own.
+        equal_tokens_with_largest_norms: The NUM_LARGEST_NORMS tokens with the largest norms, as a
+            list with an `EqualTokens` for each token id, in descending order of the largest norm.
+            Tokens at position 0 have an `EqualTokens` of their own.
         outlier_dimensions_and_ratios: A list with a tuple for each dimension whose root mean square
             is an outlier (see OUTLIER), the largest first. The tuple contains the number of the
             dimension, from 0, and its root mean square as a multiple of the median over all
-            dimensions. First tokens of samples are not counted if there are other tokens.
+            dimensions. The root mean squares leave out the first token of each sample, unless the
+            selection contains no other tokens.
     """
 
     def __init__(self, selection: TokenSelection, hook_number: int, hook_name: str) -> None:
@@ -254,11 +264,11 @@ class HookReport:
         layer_match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", hook_name)
         self.name = hook_name
         if layer_match:
-            self.kind, self.layer_or_hook_number = layer_match[2], int(layer_match[1])
+            self.hook_kind_name, self.layer_or_hook_number = layer_match[2], int(layer_match[1])
         else:
             # The charts order the hooks of a kind by this number. Hooks of the kind OTHER have no
             # layer, so the charts order them by the number of the hook.
-            self.kind, self.layer_or_hook_number = OTHER, hook_number
+            self.hook_kind_name, self.layer_or_hook_number = OTHER, hook_number
         self.norm_quantiles = np.quantile(hook_norms, LEVELS)
         median_norms = [
             np.median(hook_norms[token_indices])
@@ -266,62 +276,78 @@ class HookReport:
         ]
         self.median_norms_of_position_ranges = np.array(median_norms)
         self.outlier_token_mask = hook_norms > OUTLIER * self.norm_quantiles[MEDIAN]
-        self.tokens_with_largest_norms_and_counts = tokens_with_largest_norms(selection, hook_norms)
-        statistics_per_dimension = statistics_of_selection.without_first_token
-        if not statistics_per_dimension.tokens:
-            statistics_per_dimension = statistics_of_selection.all_tokens
+        self.equal_tokens_with_largest_norms = equal_tokens_with_largest_norms(
+            selection, hook_norms
+        )
+        statistics_without_first_token = statistics_of_selection.without_first_token
+        statistics_for_outliers = (
+            statistics_without_first_token
+            if statistics_without_first_token.tokens
+            else statistics_of_selection.all_tokens
+        )
         rms_of_dimensions = np.sqrt(
-            statistics_per_dimension.variance + statistics_per_dimension.mean**2
+            statistics_for_outliers.variance + statistics_for_outliers.mean**2
         )
         # If most dimensions of a hook are always zero, the median is zero. In this case, all ratios
         # are set to zero, so that no dimension is an outlier.
         rms_ratios = rms_of_dimensions / (np.median(rms_of_dimensions) or np.inf)
-        dimensions_by_descending_ratio = np.argsort(-rms_ratios).tolist()
+        dimensions_in_descending_ratio_order = np.argsort(-rms_ratios).tolist()
         self.outlier_dimensions_and_ratios = [
             (dimension, rms_ratios[dimension])
-            for dimension in dimensions_by_descending_ratio
+            for dimension in dimensions_in_descending_ratio_order
             if rms_ratios[dimension] > OUTLIER
         ]
 
 
-def tokens_with_largest_norms(
+class EqualTokens(NamedTuple):
+    """Tokens with the same id among the NUM_LARGEST_NORMS tokens with the largest norms at a hook.
+
+    Either all or none of them are at position 0.
+
+    Attributes:
+        index_of_largest_norm: The index in `TokenSelection.token_ids` of the token that has the
+            largest norm of these tokens.
+        token_count: The number of these tokens.
+    """
+
+    index_of_largest_norm: int
+    token_count: int
+
+
+def equal_tokens_with_largest_norms(
     selection: TokenSelection, norms: np.ndarray
-) -> list[tuple[int, int]]:
+) -> list[EqualTokens]:
     """Finds the tokens with the largest norms, and counts tokens with the same id together.
 
-    The NUM_LARGEST_NORMS tokens with the largest norms are divided into sets. The tokens of a set
-    have the same token id, and either all or none of them are at position 0. The report shows each
-    set once.
+    Only the NUM_LARGEST_NORMS tokens with the largest norms are considered. Tokens at position 0
+    are counted apart from other tokens with the same id.
 
     Args:
         selection: The tokens on which the report is based.
         norms: The norms of the tokens' activations at a hook, (tokens,).
 
     Returns:
-        A tuple for each set, in descending order of the largest norm in the set. It contains the
-        index in `norms` of the token with this norm, and the number of tokens in the set.
+        The equal tokens, in descending order of the largest norm among them.
     """
     indices_of_largest_norms = np.argsort(-norms, kind="stable")[:NUM_LARGEST_NORMS]
     first_token_mask = selection.positions[indices_of_largest_norms] == 0
-    # A column for each token: its id, and 1 if it is the first token of a sample, otherwise 0.
-    # Tokens with equal columns form a set.
+    # A column for each of these tokens: its id, and 1 if it is the first token of a sample,
+    # otherwise 0. Tokens with equal columns are counted together.
     stacked_token_ids_and_first_token_mask = np.stack(
         [selection.token_ids[indices_of_largest_norms], first_token_mask]
     )
     # The rank of a token is its index in `indices_of_largest_norms`, 0 for the largest norm. For
-    # each set of tokens, `np.unique` returns the smallest rank, which is the rank of the token with
-    # the largest norm, and the number of tokens.
-    _, ranks_of_largest_norms, token_counts_of_sets = np.unique(
+    # each distinct column, `np.unique` returns the smallest rank, which is the rank of the token
+    # with the largest norm, and the number of tokens.
+    _, smallest_ranks_of_columns, token_counts_of_columns = np.unique(
         stacked_token_ids_and_first_token_mask, axis=1, return_index=True, return_counts=True
     )
-    token_indices_and_counts = []
-    for rank_of_largest_norm, token_count_of_set in sorted(
-        zip(ranks_of_largest_norms, token_counts_of_sets, strict=True)
-    ):
-        token_indices_and_counts.append(
-            (int(indices_of_largest_norms[rank_of_largest_norm]), int(token_count_of_set))
+    return [
+        EqualTokens(int(indices_of_largest_norms[smallest_rank]), int(token_count))
+        for smallest_rank, token_count in sorted(
+            zip(smallest_ranks_of_columns, token_counts_of_columns, strict=True)
         )
-    return token_indices_and_counts
+    ]
 
 
 def throughput(

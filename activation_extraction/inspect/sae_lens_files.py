@@ -26,11 +26,21 @@ class SaeLensFormat(ExportFormat):
     tokens_per_row = 128  # the default of SAELens's setting context_size
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether the hook has activations and no codes."""
+        """Returns whether a hook can be exported: its values must be an array, not codes.
+
+        Args:
+            dataset: The run.
+            hook: The name of the hook.
+        """
         return dataset.shards.stored_hook_by_name[hook].values_are_array
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
-        """Returns the number of bytes of a token's activation in the dtype of the files."""
+        """Returns the number of bytes of a token's activation in the dtype of the exported files.
+
+        Args:
+            dataset: The run.
+            hook: The name of the hook.
+        """
         return dataset.hooks[hook] * _file_dtype(dataset, hook).itemsize
 
     def write(
@@ -100,6 +110,13 @@ class SaeLensFormat(ExportFormat):
 
 
 def _file_dtype(dataset: ActivationDataset, hook: str) -> np.dtype:
-    """Returns the dtype in which the files contain the activations of a hook."""
+    """Returns the dtype in which the exported files contain the activations of a hook.
+
+    It is the stored dtype, or float32 if the run stores bfloat16, which Arrow files cannot contain.
+
+    Args:
+        dataset: The run.
+        hook: The name of the hook.
+    """
     stored_dtype = dataset.dtypes[hook]
     return np.dtype(np.float32) if stored_dtype.name == "bfloat16" else stored_dtype

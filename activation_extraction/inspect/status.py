@@ -179,11 +179,11 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
     )
     if run_metadata is None:
         return state_without_metadata
-    recent_pace = _pace(commits)
+    recent_speeds = _recent_speeds(commits)
     expected_end_time = None
     stored_fraction_of_limit = None
     last_write_time = max([run_metadata["written"], *(commit.committed for commit in commits)])
-    state_name = _state(run_log, run_metadata, recent_pace, last_write_time)
+    state_name = _state(run_log, run_metadata, recent_speeds, last_write_time)
     limit_by_count_name = {}
     for count_name in ("samples", "tokens"):
         max_count = run_metadata.get(f"max_{count_name}")
@@ -196,27 +196,27 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         stored_fraction_of_limit = (
             1.0 if state_name == "complete" else max(stored_fractions_of_limits)
         )
-    if state_name == "running" and recent_pace is not None:
-        seconds_until_limits = []
+    if state_name == "running" and recent_speeds is not None:
+        seconds_until_sample_and_token_limits = []
         for count_name, max_count in limit_by_count_name.items():
-            count_per_second = getattr(recent_pace, f"{count_name}_per_second")
+            count_per_second = getattr(recent_speeds, f"{count_name}_per_second")
             if count_per_second:
                 remaining_count = max_count - getattr(host_totals, count_name)
-                seconds_until_limits.append(remaining_count / count_per_second)
-        if seconds_until_limits:
-            expected_end_time = last_write_time + min(seconds_until_limits)
+                seconds_until_sample_and_token_limits.append(remaining_count / count_per_second)
+        if seconds_until_sample_and_token_limits:
+            expected_end_time = last_write_time + min(seconds_until_sample_and_token_limits)
     return replace(
         state_without_metadata,
         state=state_name,
         last_sign=last_write_time,
-        tokens_per_second=None if recent_pace is None else recent_pace.tokens_per_second,
+        tokens_per_second=None if recent_speeds is None else recent_speeds.tokens_per_second,
         expected_end=expected_end_time,
         share=stored_fraction_of_limit,
     )
 
 
-class Pace(NamedTuple):
-    """The speed of a host over its last shards.
+class RecentSpeeds(NamedTuple):
+    """The speeds of a host over its last RECENT_SHARDS shards.
 
     Attributes:
         tokens_per_second: Number of stored tokens per second.
@@ -253,14 +253,14 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
         last_commit_time_by_process_start[commit.began] = commit.committed
 
 
-def _pace(commits: list[Commit]) -> Pace | None:
-    """Returns the speed of a host over its last RECENT_SHARDS shards.
+def _recent_speeds(commits: list[Commit]) -> RecentSpeeds | None:
+    """Returns the speeds of a host over its last RECENT_SHARDS shards.
 
     Args:
         commits: The commits of the shards of the host, in any order.
 
     Returns:
-        The speed. None if the times in the commits do not show how long the shards took.
+        The speeds. None if the times in the commits do not show how long the shards took.
     """
     commits_and_seconds = list(shard_seconds(commits))[-RECENT_SHARDS:]
     if not commits_and_seconds:
@@ -268,7 +268,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
     total_seconds = sum(seconds_of_shard for _, seconds_of_shard in commits_and_seconds)
     token_count = sum(commit.tokens for commit, _ in commits_and_seconds)
     sample_count = sum(commit.count for commit, _ in commits_and_seconds)
-    return Pace(
+    return RecentSpeeds(
         token_count / total_seconds,
         sample_count / total_seconds,
         total_seconds / len(commits_and_seconds),
@@ -276,7 +276,10 @@ def _pace(commits: list[Commit]) -> Pace | None:
 
 
 def _state(
-    run_log: RunLog, metadata: dict[str, Any], recent_pace: Pace | None, last_sign_time: float
+    run_log: RunLog,
+    metadata: dict[str, Any],
+    recent_speeds: RecentSpeeds | None,
+    last_sign_time: float,
 ) -> str:
     """Returns the state of a host that has written metadata.json, such as "running" or "silent".
 
@@ -285,7 +288,7 @@ def _state(
     Args:
         run_log: The run log of the host's folder.
         metadata: The content of metadata.json.
-        recent_pace: The speed of the host over its last shards. None if it is unknown.
+        recent_speeds: The speeds of the host over its last shards. None if they are unknown.
         last_sign_time: The Unix time of the last write to metadata.json or of the last commit.
     """
     if run_log.problems:
@@ -293,7 +296,7 @@ def _state(
     if metadata["status"] != "running":
         return metadata["status"]
     max_silent_seconds = max(
-        SILENT_SECONDS, 5 * recent_pace.seconds_per_shard if recent_pace is not None else 0
+        SILENT_SECONDS, 5 * recent_speeds.seconds_per_shard if recent_speeds is not None else 0
     )
     return "silent" if time.time() - last_sign_time > max_silent_seconds else "running"
 
@@ -395,11 +398,10 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
           host that has started is unknown, or if no host has started.
     """
     running_hosts = [host_state for host_state in hosts if host_state.state == "running"]
-    host_speeds_or_none = [host_state.tokens_per_second for host_state in running_hosts]
-    host_speeds = [
-        tokens_per_second
-        for tokens_per_second in host_speeds_or_none
-        if tokens_per_second is not None
+    known_host_speeds = [
+        host_state.tokens_per_second
+        for host_state in running_hosts
+        if host_state.tokens_per_second is not None
     ]
     expected_end_times = [
         host_state.expected_end
@@ -426,7 +428,7 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         state=aggregated_metadata["status"],
         **{count_name: aggregated_metadata[count_name] for count_name in COUNTED},
         last_commit=max(last_commit_times, default=None),
-        tokens_per_second=sum(host_speeds) if host_speeds else None,
+        tokens_per_second=sum(known_host_speeds) if known_host_speeds else None,
         expected_end=expected_end_time,
         share=stored_fraction_of_run,
     )

@@ -74,31 +74,37 @@ def verify(
             run_identity, first_metadata.get("backend") == recomputer.jax_platform
         )
     problem_messages = list(check_folders(log_by_folder))
-    shards_and_samples = check_shards(
-        root, log_by_folder, 0 if recomputer is None else sample_count
-    )
-    checked_shards: list[CheckedShard] = []
+    num_samples_to_choose = 0 if recomputer is None else sample_count
+    shard_check_results: list[CheckedShard] = []
     chosen_samples: list[ChosenSample] = []
-    for checked_shard, chosen_samples_of_shard in shards_and_samples:
-        checked_shards.append(checked_shard)
+    for shard_check_result, chosen_samples_of_shard in check_shards(
+        root, log_by_folder, num_samples_to_choose
+    ):
+        shard_check_results.append(shard_check_result)
         chosen_samples += chosen_samples_of_shard
     problem_messages += [
-        checked_shard.problem for checked_shard in checked_shards if checked_shard.problem
+        shard_check_result.problem
+        for shard_check_result in shard_check_results
+        if shard_check_result.problem
     ]
-    problem_messages += check_numbers(log_by_folder, checked_shards)
+    problem_messages += check_numbers(log_by_folder, shard_check_results)
     if recomputer is not None:
         problem_messages += _compare(chosen_samples, recomputer, tolerance_of_run)
         recomputation_phrase = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
         omission_reason = "no model is recorded" if has_no_model else "give --model_path"
         recomputation_phrase = f"nothing recomputed ({omission_reason})"
-    stored_sample_count = sum(checked_shard.commit.count for checked_shard in checked_shards)
-    stored_gigabytes = sum(checked_shard.commit.bytes for checked_shard in checked_shards) / 1e9
+    stored_sample_count = sum(
+        shard_check_result.commit.count for shard_check_result in shard_check_results
+    )
+    stored_gigabytes = (
+        sum(shard_check_result.commit.bytes for shard_check_result in shard_check_results) / 1e9
+    )
     say(
         *problem_messages,
         f"{'FAILED' if problem_messages else 'in order'}: "
         f"{counted(len(log_by_folder), 'folder')}, "
-        f"{counted(len(checked_shards), 'shard')}, {counted(stored_sample_count, 'sample')}, "
+        f"{counted(len(shard_check_results), 'shard')}, {counted(stored_sample_count, 'sample')}, "
         f"{stored_gigabytes:,.3f} GB; {recomputation_phrase}; "
         f"{counted(len(problem_messages), 'problem')}",
     )
@@ -123,10 +129,10 @@ def check_shards(
     for folder_name, run_log in log_by_folder.items():
         for commit in run_log.commits_in_order:
             folders_and_commits.append((folder_name, commit))
-    picked_sample_indices_of_shards = _pick_samples(folders_and_commits, sample_count)
+    picked_indices_in_shards = _pick_samples(folders_and_commits, sample_count)
     commits_and_check_arguments = []
-    for (folder_name, commit), picked_sample_indices in zip(
-        folders_and_commits, picked_sample_indices_of_shards, strict=True
+    for (folder_name, commit), picked_indices_in_shard in zip(
+        folders_and_commits, picked_indices_in_shards, strict=True
     ):
         host_folder = root.child(folder_name)
         check_arguments = (
@@ -134,7 +140,7 @@ def check_shards(
             folder_name,
             log_by_folder[folder_name],
             commit,
-            picked_sample_indices,
+            picked_indices_in_shard,
         )
         commits_and_check_arguments.append((commit, check_arguments))
     return for_each_shard(check_and_choose, commits_and_check_arguments)
@@ -160,17 +166,19 @@ def check_and_choose(
         A tuple of the result of the check, and the samples. If there is a problem, or the samples
         cannot be read, the list of samples is empty.
     """
-    checked_shard = check_shard(host_folder, folder_name, run_log, commit)
-    if checked_shard.problem or not sample_indices or run_log.identity is None:
-        return checked_shard, []
-    shard_file = file_path(folder_name, commit.file)
+    shard_check_result = check_shard(host_folder, folder_name, run_log, commit)
+    if shard_check_result.problem or not sample_indices or run_log.identity is None:
+        return shard_check_result, []
+    shard_path = file_path(folder_name, commit.file)
     try:
-        return checked_shard, read_samples(host_folder, run_log, commit, sample_indices, shard_file)
+        return shard_check_result, read_samples(
+            host_folder, run_log, commit, sample_indices, shard_path
+        )
     except (RunError, OSError, ValueError) as error:
         # If the error's message begins with the name of the file, the name is removed, because the
         # path that precedes the message ends with it.
-        error_message = f"{shard_file}: {error}"
-        problem_message = error_message.replace(f"{shard_file}: {commit.file}: ", f"{shard_file}: ")
+        error_message = f"{shard_path}: {error}"
+        problem_message = error_message.replace(f"{shard_path}: {commit.file}: ", f"{shard_path}: ")
         return CheckedShard(folder_name, commit, problem_message), []
 
 
@@ -192,27 +200,29 @@ def _pick_samples(
     picked_sample_numbers = sorted(
         random.sample(range(stored_sample_count), min(sample_count, stored_sample_count))
     )
-    sample_indices_of_shards = []
+    picked_indices_in_shards = []
     previous_sample_count = 0  # number of samples in the shards before `commit`
     for _, commit in folders_and_commits:
         sample_numbers_of_shard = range(previous_sample_count, previous_sample_count + commit.count)
-        picked_sample_indices = [
+        picked_indices_in_shard = [
             picked_sample_number - previous_sample_count
             for picked_sample_number in picked_sample_numbers
             if picked_sample_number in sample_numbers_of_shard
         ]
-        sample_indices_of_shards.append(picked_sample_indices)
+        picked_indices_in_shards.append(picked_indices_in_shard)
         previous_sample_count += commit.count
-    return sample_indices_of_shards
+    return picked_indices_in_shards
 
 
-# Largest errors of computing activations, relative to the norm of a sample's activations at a hook,
-# by the dtype of the model. The first error is for recomputing on the platform of the run, and the
-# second for recomputing on another platform.
+# Largest errors of recomputed activations that --verify tolerates, by the dtype of the model. They
+# are relative to the norm of a sample's activations at a hook. The first limit applies if the
+# activations are recomputed on the platform of the run, and the second on another platform. The
+# errors of rounding to the stored dtype (ROUNDING_ERRORS) are added.
 COMPUTING_ERRORS = {
     # Products have the highest precision on every platform, but another mesh or packing changes the
-    # order in which they are summed. On a CPU, an error of 2e-6 was measured after 12 layers.
-    # Functions such as exp and rsqrt differ between platforms.
+    # order in which they are summed. On a CPU, this caused an error of 2e-6 after 12 layers, far
+    # below the first limit. The second limit is twice the first one, because functions such as exp
+    # and rsqrt differ between platforms, too.
     "float32": (1e-3, 2e-3),
     # Each value is rounded to 8 significant bits, and a small difference in a sum can round it in
     # the other direction. Later layers propagate the difference. On a CPU, an error of 1.6e-2 was
@@ -254,9 +264,9 @@ def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
             f"{stored_dtype}: expected one of {', '.join(COMPUTING_ERRORS)}, and one of "
             f"{', '.join(ROUNDING_ERRORS)}"
         )
-    error_on_same_platform, error_on_other_platform = COMPUTING_ERRORS[model_dtype]
+    max_error_on_same_platform, max_error_on_other_platform = COMPUTING_ERRORS[model_dtype]
     return Tolerance(
-        error_on_same_platform if same_platform else error_on_other_platform,
+        max_error_on_same_platform if same_platform else max_error_on_other_platform,
         ROUNDING_ERRORS[stored_dtype],
         DIFFERENT_NUMBERS[model_dtype],
     )
@@ -294,12 +304,13 @@ def _compare(
 
 
 def check_numbers(
-    log_by_folder: dict[str, RunLog], checked_shards: Sequence[CheckedShard]
+    log_by_folder: dict[str, RunLog], shard_check_results: Sequence[CheckedShard]
 ) -> Iterator[str]:
     """Yields messages about sample numbers that are stored twice, missing, or in a wrong folder.
 
-    There is one message about all repeated numbers, and one about the first wrong number of each
-    folder.
+    There is one message about all repeated numbers. For each folder, there is at most one message
+    about missing or wrong numbers, namely about its first number that is missing or belongs to
+    another host.
 
     If a run over a data set is not complete, only numbers before its furthest mark count as
     missing. A folder is not searched for missing numbers if the numbers of one of its shards are
@@ -307,17 +318,19 @@ def check_numbers(
 
     Args:
         log_by_folder: The run log of each folder, by the folder's name.
-        checked_shards: The results for all shards. The sample numbers of a shard with a problem are
-            unknown.
+        shard_check_results: The results of checking all shards. The sample numbers of a shard with
+            a problem are unknown.
     """
     sample_numbers_by_folder: dict[str, list[np.ndarray]] = {
         folder_name: [] for folder_name in log_by_folder
     }
     sample_numbers_of_shards = [NO_NUMBERS]
-    for checked_shard in checked_shards:
-        if checked_shard.sample_numbers is not None:
-            sample_numbers_by_folder[checked_shard.folder_name].append(checked_shard.sample_numbers)
-            sample_numbers_of_shards.append(checked_shard.sample_numbers)
+    for shard_check_result in shard_check_results:
+        if shard_check_result.sample_numbers is not None:
+            sample_numbers_by_folder[shard_check_result.folder_name].append(
+                shard_check_result.sample_numbers
+            )
+            sample_numbers_of_shards.append(shard_check_result.sample_numbers)
     sample_numbers, occurrence_counts = np.unique(
         np.concatenate(sample_numbers_of_shards), return_counts=True
     )
@@ -351,11 +364,11 @@ def check_numbers(
             index_of_first_wrong_sample_number = indices_of_wrong_sample_numbers[0]
             sample_number = sample_numbers[index_of_first_wrong_sample_number]
             expected_sample_number = expected_sample_numbers[index_of_first_wrong_sample_number]
-            folder_phrase = shown_name(folder_name)
+            shown_folder_name = shown_name(folder_name)
             if sample_number > expected_sample_number:
-                yield f"{folder_phrase}: sample {expected_sample_number} is missing"
+                yield f"{shown_folder_name}: sample {expected_sample_number} is missing"
             else:
-                yield f"{folder_phrase}: sample {sample_number} belongs to another host"
+                yield f"{shown_folder_name}: sample {sample_number} belongs to another host"
 
 
 def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:

@@ -153,8 +153,8 @@ def verify_hidden_states(
 
     if load_model is None:
         raise InputError(
-            f"--verify: {folder.path} holds hidden states of {folder.program_name}, which are "
-            "compared with a model; give --model_path"
+            f"--verify: {folder.path} holds hidden states of {folder.writing_program_name}, which "
+            "are compared with a model; give --model_path"
         )
     chosen_row_numbers = sorted(
         random.sample([*folder.path_by_row_number], min(count, len(folder.path_by_row_number)))
@@ -215,8 +215,8 @@ def verify_hidden_states(
     say(
         *report_lines,
         *(f"note: {note_for_user}" for note_for_user in notes_for_user),
-        f"{'FAILED' if has_any_problem else 'in order'}: hidden states of {folder.program_name}, "
-        f"{counted(len(folder.path_by_row_number), 'row')}; "
+        f"{'FAILED' if has_any_problem else 'in order'}: hidden states of "
+        f"{folder.writing_program_name}, {counted(len(folder.path_by_row_number), 'row')}; "
         f"{counted(len(chosen_row_numbers), 'row')} compared, {len(numbers_of_wrong_rows)} wrong",
     )
     return 1 if has_any_problem else 0
@@ -566,12 +566,12 @@ def _notes_on_hooks(
         and [assumed_hook.name for assumed_hook in hooks[:-1]] != default_hook_names
     ):
         block_numbers_phrase = ", ".join(
-            str(block_number_from_0 + folder.first_block_number)
+            str(block_number_from_0 + folder.first_decoder_layer_number)
             for block_number_from_0 in default_block_numbers
         )
         hook_names_phrase = ", ".join(default_hook_names)
         yield (
-            f"by default, {folder.program_name} stores {hook_names_phrase} "
+            f"by default, {folder.writing_program_name} stores {hook_names_phrase} "
             f"(its layers {block_numbers_phrase})"
         )
 
