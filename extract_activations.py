@@ -154,7 +154,7 @@ def extract(config: Config) -> int:
         )
         leave(host)
     if is_run_complete and any_samples_stored and not any_tokens_stored:
-        token_choice = run.text.sample_settings.token_choice
+        token_choice = run.text_pipeline.sample_settings.token_choice
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({token_choice})",
             remedy="start anew with another choice and --overwrite",

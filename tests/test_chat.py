@@ -409,8 +409,8 @@ def test_the_template_of_a_processor_comes_last(model_with):
     with pytest.raises(InputError, match="has no chat template"):
         load(model_with())
     (model_with() / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
-    assert load(model_with()).source_by_name == {"default": PLAIN}
-    assert load(model_with(QWEN3)).source_by_name == {"default": QWEN3}
+    assert load(model_with()).jinja_source_by_template_name == {"default": PLAIN}
+    assert load(model_with(QWEN3)).jinja_source_by_template_name == {"default": QWEN3}
 
 
 def test_a_template_without_blocks_gives_text_without_roles(model_with, tmp_path, capsys):

@@ -65,7 +65,7 @@ def opened(folder, asked="folder", earlier=()):
 
 def metadata_of(text):
     dataset = text.dataset
-    identity = Identity(data=dataset.description, data_revision=dataset.joined_revisions)
+    identity = Identity(data=dataset.description, data_revision=dataset.data_revision)
     metadata = {"identity": identity.to_json(), "data_files": dataset.files.to_json()}
     return json.loads(json.dumps(metadata))
 
@@ -141,7 +141,7 @@ def test_a_data_set_of_the_hub_is_continued_by_the_same_datasets(flags, named, d
         return Text(config.text_options, Checkpoint("none"), 0, earlier).dataset
 
     first = start([])
-    identity = Identity(data=first.description, data_revision=first.joined_revisions).to_json()
+    identity = Identity(data=first.description, data_revision=first.data_revision).to_json()
     metadata = {"identity": identity, "data_files": first.files.to_json()}
     installed = {"versions": {"datasets": datasets.__version__}}
     for continued in ({}, {"versions": {}}, installed):

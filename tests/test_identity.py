@@ -108,7 +108,7 @@ def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
     assert about_content - of_inputs - of_identity == AS_HOOKS | NOT_CONTENT
     compared, paths = (
         settings_of(parse_args([])),
-        {path for run_input in INPUTS for path in run_input.path_flags},
+        {path for run_input in INPUTS for path in run_input.path_flag_names},
     )
     assert {path for path in paths if f"--{path}" in compared} == {"mix"}  # its weights
     assert all(f"--{flag}" in compared for flag in of_inputs - paths)

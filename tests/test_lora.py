@@ -427,9 +427,11 @@ def test_an_adapter_brings_its_own_tokenizer_and_template(
     for said in (SAID, "x<|im_end|>y"):
         due = reference(said, add_special_tokens=False).input_ids
         assert text.tokenizer.encode(said, add_special_tokens=False).ids == due
-    assert text.template.source_by_name == {"default": PLAIN if own_template else QWEN3}
+    assert text.template.jinja_source_by_template_name == {
+        "default": PLAIN if own_template else QWEN3
+    }
     home = f"--lora {lora}" if own_template else f"--model_path {chat_base}"
-    assert text.template.flag_with_value == home
+    assert text.template.template_flag_phrase == home
     assert (f"tokenizer: that of --lora {lora}" in caplog.text) == own_ids
     assert (f"chat template: that of --lora {lora}" in caplog.text) == own_template
 

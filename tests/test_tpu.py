@@ -156,7 +156,7 @@ def test_an_estimate_compiles_the_very_program_of_a_run(tmp_path, capsys):
 def test_the_compiler_knows_every_machine_alike():
     """Devices, hosts and kinds are those that libtpu gives; the largest machines are left out."""
     for key, kind in CHIP_KINDS.items():
-        for shape in kind.machine_shapes:
+        for shape in kind.tpu_shape_texts:
             topology = topology_of(f"{key}:{shape}")
             if topology.num_chips <= 64:
                 real, described = topology.compiler_devices(), topology.describe_devices()

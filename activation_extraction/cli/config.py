@@ -516,7 +516,9 @@ def _check_text(text: TextOptions) -> None:
             f"--keep_columns: names {len(text.keep_columns)} columns, expected at most "
             f"{MAX_COLUMNS}"
         )
-    mixture_sources = [plain_url(source_in_flag) for source_in_flag, _ in text.mix]
+    mixture_sources = [
+        plain_url(path_or_hub_dataset_name) for path_or_hub_dataset_name, _ in text.mix
+    ]
     for source in mixture_sources:
         if mixture_sources.count(source) > 1:
             raise InputError(f"--mix: names {source} twice")

@@ -392,7 +392,7 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
         role_dependent_flag_text = f"--positions {options.positions}"
     if role_dependent_flag_text and not template.has_roles:
         raise InputError(
-            f"{role_dependent_flag_text}: {template.flag_with_value} writes no turns between "
+            f"{role_dependent_flag_text}: {template.template_flag_phrase} writes no turns between "
             f"{START} and {END}, by which the roles of tokens are known; give another template "
             "with --chat_template"
         )

@@ -37,7 +37,8 @@ from activation_extraction.text.file_list import is_path
 # Packages whose versions determine which bytes are stored.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 ModelOrText = TypeVar("ModelOrText", Forward, Text)  # the object to which an input belongs
-# Source files of this program that are beside the package.
+# Source files of this program outside of the package activation_extraction. They belong to the
+# digest of the source code, which the hosts compare.
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 
 
@@ -52,15 +53,15 @@ class Input(Generic[ModelOrText]):
             field.
         flag_names: The names of the flags that determine the input. A message shows the first
             of these flags that is set.
-        path_flags: The names of the flags that contain the path of the input. The paths may differ
-            between hosts if the content is the same.
+        path_flag_names: The names of the flags that contain the path of the input. The paths may
+            differ between hosts if the content is the same.
     """
 
     name_in_messages: str
     identity_field: str
     read_field_value: Callable[[ModelOrText], str]
     flag_names: tuple[str, ...]
-    path_flags: tuple[str, ...]
+    path_flag_names: tuple[str, ...]
 
 
 def _adapter_digest(forward: Forward) -> str:
@@ -127,7 +128,7 @@ TEXT_INPUTS: tuple[Input[Text], ...] = (
     Input(
         "data set",
         "data_revision",
-        lambda text: text.dataset.joined_revisions,
+        lambda text: text.dataset.data_revision,
         DATA_FLAGS,
         DATA_PATHS,
     ),
@@ -137,7 +138,7 @@ INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 # Names of the flags that may differ between the hosts of a run.
 HOST_FLAGS = {
     *(flag_name for flag_name, flag in FLAGS.items() if flag.may_differ_by_host),
-    *(path_flag for run_input in INPUTS for path_flag in run_input.path_flags),
+    *(path_flag_name for run_input in INPUTS for path_flag_name in run_input.path_flag_names),
 }
 
 
@@ -214,7 +215,11 @@ def _check_inputs(
         difference_phrase = "is not the one" if flag_value else "is missing, the one"
         path_phrase = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
         # An adapter may contain a tokenizer and a template, so the message also names the adapter.
-        if flag_name in MODEL_FLAGS and "lora" in run_input.path_flags and value_by_flag["lora"]:
+        if (
+            flag_name in MODEL_FLAGS
+            and "lora" in run_input.path_flag_names
+            and value_by_flag["lora"]
+        ):
             path_phrase += f" with --lora {plain_url(value_by_flag['lora'])}"
         raise InputError(
             f"--{flag_name}{path_phrase}: the {run_input.name_in_messages} {difference_phrase} "
@@ -242,15 +247,18 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
         if hook.name not in code_hook_names
     }
     stores_top_logits = any(hook_name.startswith("logits.top_") for hook_name in dtype_by_hook_name)
-    model_input_by_field = {
-        run_input.identity_field: run_input.read_field_value(forward) for run_input in MODEL_INPUTS
-    }
-    text_input_by_field = {
-        run_input.identity_field: run_input.read_field_value(text) for run_input in TEXT_INPUTS
+    value_by_identity_field = {
+        **{
+            model_input.identity_field: model_input.read_field_value(forward)
+            for model_input in MODEL_INPUTS
+        },
+        **{
+            text_input.identity_field: text_input.read_field_value(text)
+            for text_input in TEXT_INPUTS
+        },
     }
     return Identity(
-        **model_input_by_field,
-        **text_input_by_field,
+        **value_by_identity_field,
         special_tokens=text.sample_settings.special_tokens.description,
         text=replace(config.text_options, drop_token_ids=text.drop_token_ids),
         storage=config.storage_options,
@@ -289,9 +297,11 @@ def settings_of(config: Config) -> dict[str, Any]:
     # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths,
     # which may differ between hosts.
     comparable_sources_and_weights = []
-    for source_in_flag, source_weight in config.text_options.mix:
-        hub_name_or_empty = "" if is_path(source_in_flag) else source_in_flag
-        comparable_sources_and_weights.append((hub_name_or_empty, source_weight))
+    for path_or_hub_dataset_name, source_weight in config.text_options.mix:
+        hub_dataset_name_or_empty = (
+            "" if is_path(path_or_hub_dataset_name) else path_or_hub_dataset_name
+        )
+        comparable_sources_and_weights.append((hub_dataset_name_or_empty, source_weight))
     version_by_setting = {
         f"version of {package_name}": package_version
         for package_name, package_version in package_versions().items()
@@ -324,8 +334,8 @@ def step_of(forward: Forward) -> dict[str, Any]:
         "rows per host": forward.batch_shape[0],
         "mesh": json.dumps(forward.layout.shape),
         **{
-            kernel_field: kernel_choice.kernel_name
-            for kernel_field, kernel_choice in forward.kernel_choice_by_operation.items()
+            operation_name: kernel_choice.kernel_name
+            for operation_name, kernel_choice in forward.kernel_choice_by_operation.items()
         },
     }
 
@@ -348,7 +358,9 @@ def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dic
     source_files = [*script_paths, *package_folder.rglob("*.py")]
     shared_identity_fields = identity.shared
     for run_input in INPUTS:
-        flags_phrase = " or ".join(f"--{path_flag}" for path_flag in run_input.path_flags)
+        flags_phrase = " or ".join(
+            f"--{path_flag_name}" for path_flag_name in run_input.path_flag_names
+        )
         shared_identity_fields[f"{run_input.identity_field} ({flags_phrase})"] = (
             shared_identity_fields.pop(run_input.identity_field)
         )

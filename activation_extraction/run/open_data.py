@@ -42,14 +42,14 @@ class Source(NamedTuple):
 class Dataset:
     """The data of a run, opened for reading: one data set, or a mixture of several.
 
-    The identity of the run contains `description` (as `data`) and `joined_revisions` (as
-    `data_revision`), so they must be the same when the run continues.
+    The identity of the run contains `description` (as `data`) and `data_revision`, so they must be
+    the same when the run continues.
 
     Attributes:
         sources: The data sets. There are several only in a mixture.
         description: Description of the data. It is "files" for files; the name, configuration and
             split for a hub data set; and the sources with their weights for a mixture.
-        joined_revisions: The revision of the hub data set. In a mixture, a text of the form
+        data_revision: The revision of the hub data set. In a mixture, a text of the form
             "NAME@REVISION NAME@REVISION" with all hub data sets. "" without hub data sets, because
             the content of files is compared by `files`.
         files: The files of all sources.
@@ -57,7 +57,7 @@ class Dataset:
 
     sources: tuple[Source, ...]
     description: str
-    joined_revisions: str
+    data_revision: str
     files: DataFiles = field(default_factory=DataFiles)
 
 
@@ -76,8 +76,9 @@ def open_dataset(
             already, in the local folder and in the bucket. A hub data set is opened at the recorded
             revision, and files must have the recorded content (see `DataFiles.as_recorded`). Empty
             for a new run.
-        source_names: The names of the sources of a mixture, which are the same on all hosts. Empty
-            for the names in the flags.
+        source_names: The names under which the sources of a mixture are recorded, in the order of
+            --mix. They are the same on all hosts, although the paths of the sources may differ.
+            Empty without a mixture, or to use the paths and names in --mix.
 
     Returns:
         The data, opened for reading.
@@ -93,32 +94,38 @@ def open_dataset(
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     dataset_path = options.dataset_path
     if dataset_path is not None:
-        recorded_metadata, _ = _recorded_metadata(FILES, metadata_of_earlier_outputs)
-        data_files = DataFiles.as_recorded(list_files(dataset_path), recorded_metadata)
+        metadata_of_outputs_with_same_data, _ = _metadata_with_same_data(
+            FILES, metadata_of_earlier_outputs
+        )
+        data_files = DataFiles.as_recorded(
+            list_files(dataset_path), metadata_of_outputs_with_same_data
+        )
         row_stream = open_files(dataset_path, row_schema, data_files.files)
         return Dataset((Source(row_stream),), FILES, "", data_files)
-    hub_name = options.dataset_name
-    hub_config_name = options.dataset_config
-    hub_split = options.dataset_split
-    assert hub_name is not None  # cli/config.py sets it if no other source is given
-    hub_description = " ".join(filter(None, (hub_name, hub_config_name, hub_split)))
-    recorded_metadata, recorded_revision = _recorded_metadata(
-        hub_description, metadata_of_earlier_outputs
+    hub_dataset_name = options.dataset_name
+    hub_dataset_config = options.dataset_config
+    hub_dataset_split = options.dataset_split
+    assert hub_dataset_name is not None  # cli/config.py sets it if no other source is given
+    hub_dataset_description = " ".join(
+        filter(None, (hub_dataset_name, hub_dataset_config, hub_dataset_split))
     )
-    _check_reader(f"--dataset_name {hub_description}", recorded_metadata)
+    metadata_of_outputs_with_same_data, recorded_data_revision = _metadata_with_same_data(
+        hub_dataset_description, metadata_of_earlier_outputs
+    )
+    _check_reader(f"--dataset_name {hub_dataset_description}", metadata_of_outputs_with_same_data)
     row_stream, dataset_revision = open_hub_dataset(
-        hub_name, hub_config_name, hub_split, recorded_revision or None
+        hub_dataset_name, hub_dataset_config, hub_dataset_split, recorded_data_revision or None
     )
-    return Dataset((Source(row_stream),), hub_description, dataset_revision)
+    return Dataset((Source(row_stream),), hub_dataset_description, dataset_revision)
 
 
-def _recorded_metadata(
+def _metadata_with_same_data(
     data_description: str, metadata_of_earlier_outputs: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
-    """Finds the stored metadata of a data set, and the revision of the data set that it records.
+    """Selects the stored metadata that names a data set, and returns the recorded revision too.
 
-    Metadata of another data set is left out without an error. In this case, this process fails
-    later, when the identity of its run is compared with the stored identity.
+    Metadata that names another data set is left out without an error. In this case, this process
+    fails later, when the identity of its run is compared with the stored identity.
 
     Args:
         data_description: The description of the data, as in `Dataset.description`.
@@ -127,24 +134,26 @@ def _recorded_metadata(
 
     Returns:
         A tuple of:
-            The list of the metadata that names this data set.
-            The revision of the data set in the first such metadata; "" if no metadata names this
-                data set.
+            The content of each metadata.json that names this data set, in the given order.
+            The value of `Dataset.data_revision` that the first of them has recorded. "" if none of
+                them names this data set.
     """
-    metadata_of_same_dataset = [
-        metadata
-        for metadata in metadata_of_earlier_outputs
-        if identity_of(metadata, METADATA).data == data_description
+    metadata_of_outputs_with_same_data = [
+        metadata_of_output
+        for metadata_of_output in metadata_of_earlier_outputs
+        if identity_of(metadata_of_output, METADATA).data == data_description
     ]
-    recorded_revision = (
-        identity_of(metadata_of_same_dataset[0], METADATA).data_revision
-        if metadata_of_same_dataset
+    recorded_data_revision = (
+        identity_of(metadata_of_outputs_with_same_data[0], METADATA).data_revision
+        if metadata_of_outputs_with_same_data
         else ""
     )
-    return metadata_of_same_dataset, recorded_revision
+    return metadata_of_outputs_with_same_data, recorded_data_revision
 
 
-def _check_reader(flag_and_name: str, recorded_metadata: Sequence[Mapping[str, Any]]) -> None:
+def _check_reader(
+    flag_and_name: str, metadata_of_earlier_outputs: Sequence[Mapping[str, Any]]
+) -> None:
     """Checks that a run has always read a hub data set with the installed version of `datasets`.
 
     The package `datasets` divides a hub data set into parts and orders them, so its version
@@ -152,15 +161,17 @@ def _check_reader(flag_and_name: str, recorded_metadata: Sequence[Mapping[str, A
 
     Args:
         flag_and_name: The flag and the name of the data set, for the message.
-        recorded_metadata: The content of each metadata.json that this run has stored already. If a
-            file records no version of `datasets`, the version is not compared with it.
+        metadata_of_earlier_outputs: The content of each metadata.json that this run has stored
+            already. If a metadata.json records no version of `datasets`, nothing is compared with
+            it.
 
     Raises:
         InputError: If the run has read the data set with another version before.
     """
     installed_version = version("datasets")
-    for metadata in recorded_metadata:
-        recorded_version = metadata.get("versions", {}).get("datasets", installed_version)
+    for metadata_of_output in metadata_of_earlier_outputs:
+        recorded_version_by_package = metadata_of_output.get("versions", {})
+        recorded_version = recorded_version_by_package.get("datasets", installed_version)
         if recorded_version != installed_version:
             raise InputError(
                 f"{flag_and_name}: the run has read it with datasets {recorded_version}, and "
@@ -188,66 +199,72 @@ def _open_mixture(
         row_schema: The settings by which rows become documents.
         metadata_of_earlier_outputs: The content of each metadata.json that this run has stored
             already, in the local folder and in the bucket.
-        source_names: The names of the sources. Empty for the names in the flags.
+        source_names: The names under which the sources are recorded, in the order of
+            `sources_and_weights`. They are the same on all hosts, although the paths of the sources
+            may differ. Empty to use the paths and names in `sources_and_weights`.
 
     Raises:
         InputError: If a source cannot be opened, or if it differs from the source that the run
             began with.
     """
     source_names = source_names or [
-        plain_url(source_in_flag) for source_in_flag, _ in sources_and_weights
+        plain_url(path_or_hub_dataset_name) for path_or_hub_dataset_name, _ in sources_and_weights
     ]
     source_descriptions = []
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
         source_descriptions.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
     mixture_description = " ".join(source_descriptions)
-    recorded_metadata, recorded_revisions_text = _recorded_metadata(
-        mixture_description, metadata_of_earlier_outputs
+    metadata_of_outputs_with_same_data, recorded_names_and_revisions_text = (
+        _metadata_with_same_data(mixture_description, metadata_of_earlier_outputs)
     )
     revision_by_source = {}  # revision of each hub data set by the name of the source
-    for name_and_revision in recorded_revisions_text.split():
+    for name_and_revision in recorded_names_and_revisions_text.split():
         source_name, source_revision = name_and_revision.rsplit("@", 1)
         revision_by_source[source_name] = source_revision
     # All files of the mixture. The name of each file begins with the number of its source.
     files_with_source_numbers = []
-    for source_number, (source_in_flag, _) in enumerate(sources_and_weights):
-        if is_path(source_in_flag):
-            for data_file in list_files(source_in_flag):
+    for source_number, (path_or_hub_dataset_name, _) in enumerate(sources_and_weights):
+        if is_path(path_or_hub_dataset_name):
+            for data_file in list_files(path_or_hub_dataset_name):
                 files_with_source_numbers.append(
                     replace(data_file, name=f"{source_number}/{data_file.name}")
                 )
     refuse_repeated(files_with_source_numbers)
-    files_of_mixture = DataFiles.as_recorded(files_with_source_numbers, recorded_metadata)
+    files_of_mixture = DataFiles.as_recorded(
+        files_with_source_numbers, metadata_of_outputs_with_same_data
+    )
     opened_sources: list[Source] = []
-    for source_number, (source_in_flag, source_weight) in enumerate(sources_and_weights):
+    for source_number, (path_or_hub_dataset_name, source_weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]
-        if is_path(source_in_flag):
+        if is_path(path_or_hub_dataset_name):
             source_number_prefix = f"{source_number}/"
             files_of_source = [
                 replace(data_file, name=data_file.name.removeprefix(source_number_prefix))
                 for data_file in files_of_mixture.files
                 if data_file.name.startswith(source_number_prefix)
             ]
-            row_stream = open_files(source_in_flag, row_schema, files_of_source)
+            row_stream = open_files(path_or_hub_dataset_name, row_schema, files_of_source)
         else:
             # A hub data set is given as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.
-            hub_name, hub_config_name, hub_split, *surplus_fields = [
-                *source_in_flag.split(":"),
+            hub_dataset_name, hub_dataset_config, hub_dataset_split, *surplus_fields = [
+                *path_or_hub_dataset_name.split(":"),
                 "",
                 "",
             ]
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
-            _check_reader(f"--mix {source_name}", recorded_metadata)
+            _check_reader(f"--mix {source_name}", metadata_of_outputs_with_same_data)
             row_stream, revision_by_source[source_name] = open_hub_dataset(
-                hub_name,
-                hub_config_name or None,
-                hub_split or DEFAULT_DATASET.split,
+                hub_dataset_name,
+                hub_dataset_config or None,
+                hub_dataset_split or DEFAULT_DATASET.split,
                 revision_by_source.get(source_name),
             )
         opened_sources.append(Source(row_stream, source_name, source_weight))
-    joined_revisions = " ".join(
+    names_and_revisions_text = " ".join(
         f"{source_name}@{source_revision}"
         for source_name, source_revision in revision_by_source.items()
     )
-    return Dataset(tuple(opened_sources), mixture_description, joined_revisions, files_of_mixture)
+    return Dataset(
+        tuple(opened_sources), mixture_description, names_and_revisions_text, files_of_mixture
+    )

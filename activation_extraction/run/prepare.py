@@ -64,7 +64,8 @@ class Run:
         watchdog: The watchdog, which ends the process if nothing happens for too long.
         folders: The local folder and the folder in a bucket to which this host writes.
         forward: The model on its mesh, whose checkpoint is checked but not read yet.
-        text: The text pipeline, which makes samples and batches from the rows of the data set.
+        text_pipeline: The text pipeline, which makes samples and batches from the rows of the data
+            set.
         storage: The storage of this host, to which nothing has been written yet.
         batches: The batches of the samples that were not stored yet when the text was opened. After
             the last batch, the attribute `generator_result` is the mark at the end of the data.
@@ -75,7 +76,7 @@ class Run:
     watchdog: Watchdog
     folders: RunFolders
     forward: Forward
-    text: Text
+    text_pipeline: Text
     storage: ActivationStorage
     batches: Prefetch[Batch, Mark | None]
 
@@ -92,7 +93,7 @@ class Run:
         """
         worker, batch_shape = self.folders.worker, self.forward.batch_shape
         return replace(
-            self, batches=self.text.open(worker, batch_shape, self.storage, self.watchdog)
+            self, batches=self.text_pipeline.open(worker, batch_shape, self.storage, self.watchdog)
         )
 
 
@@ -123,9 +124,9 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     request = together(host, lambda: step_request(config, model_commit, device_memory_bytes))
     step_program = together(host, lambda: prepare_model(request), step_of)
     metadata_of_earlier_outputs = [metadata for _, metadata in earlier_outputs]
-    metadata_facts: dict[str, Any] = {}  # key in metadata.json -> value
+    value_by_metadata_key: dict[str, Any] = {}
     if config.computing_options.batch_size == "auto":
-        step_program, metadata_facts["auto_batch_size"] = fit_rows(
+        step_program, value_by_metadata_key["auto_batch_size"] = fit_rows(
             host, request, step_program, metadata_of_earlier_outputs
         )
 
@@ -143,16 +144,27 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         lambda: check_and_identify(config, run_folders, step_program, text_pipeline, watchdog),
         lambda identity: contents_to_compare(step_program, text_pipeline, identity),
     )
-    metadata_facts = facts_of_run(config, step_program, text_pipeline) | metadata_facts
-    storage = together(
+    value_by_metadata_key = {
+        **facts_of_run(config, step_program, text_pipeline),
+        **value_by_metadata_key,
+    }
+    activation_storage = together(
         host,
         lambda: plan_storage(
-            config, run_folders, step_program, text_pipeline, identity, metadata_facts, watchdog
+            config,
+            run_folders,
+            step_program,
+            text_pipeline,
+            identity,
+            value_by_metadata_key,
+            watchdog,
         ),
     )
     batches_to_compute = together(
         host,
-        lambda: text_pipeline.open(run_folders.worker, step_program.batch_shape, storage, watchdog),
+        lambda: text_pipeline.open(
+            run_folders.worker, step_program.batch_shape, activation_storage, watchdog
+        ),
     )
     prepared_run = Run(
         config,
@@ -161,7 +173,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         run_folders,
         step_program,
         text_pipeline,
-        storage,
+        activation_storage,
         batches_to_compute,
     )
     log_start(prepared_run)
@@ -235,15 +247,15 @@ def find_earlier_outputs(config: Config, folders: RunFolders) -> list[tuple[str,
 
 
 class ModelCommitChoice(NamedTuple):
-    """The git commit of a model on the hub that one host would use.
+    """The git commit of a model on the hub that one host proposes to use.
 
     Attributes:
-        is_new: Whether the commit is new to the run, because the host has found no commit in the
-            metadata of the run.
-        git_commit: The commit that the host would use.
+        is_commit_recorded: Whether the host has found this commit in the metadata of the run. False
+            if the metadata records no commit.
+        git_commit: The commit.
     """
 
-    is_new: bool
+    is_commit_recorded: bool
     git_commit: str
 
 
@@ -261,7 +273,8 @@ def choose_model_commit(
             already, and its content. Empty for a new run.
 
     Returns:
-        The commit that this host would use. None for a local model and for the demo.
+        The commit that this host proposes to use. `agree_on_model_commit` then decides which commit
+        all hosts use. None for a local model and for the demo.
 
     Raises:
         InputError: If --model_revision names another commit than the metadata of the run.
@@ -272,25 +285,27 @@ def choose_model_commit(
         config.model_options.model_path,
         config.model_options.model_revision,
     )
-    output_url, earlier_metadata = earlier_outputs[0] if earlier_outputs else ("", {})
-    recorded_git_commit = recorded_model_commit(model_path, earlier_metadata)
+    earlier_output_url, earlier_output_metadata = (
+        earlier_outputs[0] if earlier_outputs else ("", {})
+    )
+    recorded_git_commit = recorded_model_commit(model_path, earlier_output_metadata)
     # --model_revision may name a branch, which may have a newer commit by now. The recorded commit
     # is used again, so that the same command continues the run with the same model.
     if recorded_git_commit and requested_revision in (
         None,
-        earlier_metadata["configuration"].get("model_revision"),
+        earlier_output_metadata["configuration"].get("model_revision"),
     ):
-        return ModelCommitChoice(is_new=False, git_commit=recorded_git_commit)
+        return ModelCommitChoice(is_commit_recorded=True, git_commit=recorded_git_commit)
     requested_git_commit = Repository(model_path, requested_revision).git_commit
     if requested_git_commit is not None and recorded_git_commit not in (None, requested_git_commit):
         raise InputError(
             f"--model_revision {requested_revision}: is commit {requested_git_commit}, but "
-            f"{output_url} holds a run with commit {recorded_git_commit}; {FLAGS_REMEDY}"
+            f"{earlier_output_url} holds a run with commit {recorded_git_commit}; {FLAGS_REMEDY}"
         )
     return (
         None
         if requested_git_commit is None
-        else ModelCommitChoice(recorded_git_commit is None, requested_git_commit)
+        else ModelCommitChoice(recorded_git_commit is not None, requested_git_commit)
     )
 
 
@@ -325,19 +340,19 @@ def agree_on_model_commit(host: Host, model_commit_choice: ModelCommitChoice | N
         The commit. None if this host does not read the model from the hub, because its model is
         local or the model of the demo.
     """
-    # If there are several hosts, `gather` turns each choice into a list of its fields.
-    gathered_model_commit_choices = gather(host, model_commit_choice)
-    model_commit_choices_of_hosts = [
-        ModelCommitChoice(*gathered_choice)
-        for gathered_choice in gathered_model_commit_choices
-        if gathered_choice is not None
+    # With several hosts, `gather` sends each choice as JSON and returns it as a list of its fields,
+    # so each `ModelCommitChoice` is made again.
+    git_commit_choices_of_hosts = [
+        ModelCommitChoice(*choice_fields)
+        for choice_fields in gather(host, model_commit_choice)
+        if choice_fields is not None
     ]
-    if model_commit_choice is None or not model_commit_choices_of_hosts:
+    if model_commit_choice is None or not git_commit_choices_of_hosts:
         return None
-    for model_commit_choice_of_host in model_commit_choices_of_hosts:
-        if not model_commit_choice_of_host.is_new:
-            return model_commit_choice_of_host.git_commit
-    return model_commit_choices_of_hosts[0].git_commit
+    for git_commit_choice in git_commit_choices_of_hosts:
+        if git_commit_choice.is_commit_recorded:
+            return git_commit_choice.git_commit
+    return git_commit_choices_of_hosts[0].git_commit
 
 
 def smallest_device_memory(config: Config, host: Host) -> float | None:
@@ -358,12 +373,12 @@ def smallest_device_memory(config: Config, host: Host) -> float | None:
     """
     uses_all_devices = config.computing_options.use_data_parallel
 
-    def memory_of_this_host() -> float | None:
+    def memory_bytes_of_first_device() -> float | None:
         devices_of_host = devices_of_this_host(usable_devices(uses_all_devices))
         return memory_of(devices_of_host[0])
 
-    first_device_memory_bytes = together(host, memory_of_this_host)
-    return min(filter(None, gather(host, first_device_memory_bytes)), default=None)
+    device_memory_bytes = together(host, memory_bytes_of_first_device)
+    return min(filter(None, gather(host, device_memory_bytes)), default=None)
 
 
 def source_names_of_first_host(config: Config, host: Host) -> list[str]:
@@ -376,7 +391,11 @@ def source_names_of_first_host(config: Config, host: Host) -> list[str]:
         host: This host.
     """
     return gather(
-        host, [plain_url(source_in_flag) for source_in_flag, _ in config.text_options.mix]
+        host,
+        [
+            plain_url(path_or_hub_dataset_name)
+            for path_or_hub_dataset_name, _ in config.text_options.mix
+        ],
     )[0]
 
 
@@ -491,29 +510,40 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         text: The text pipeline of the run, which contains the tokenizer.
 
     Returns:
-        The facts by their keys in metadata.json: "configuration", "model", "model_commit",
-        "backend", "mesh" and "versions", and the names of the fields of `Kernels` that the model
-        needs, such as "attention", with the chosen kernels (see `Choice.to_json`). If there is a
-        tokenizer, also "tokenizer_path" and "added_tokens".
+        A dict with these keys of metadata.json:
+            "configuration": The flags, with the number of rows of a batch for --batch_size, token
+                ids for --drop_token_ids, and absolute paths of a local model and adapter.
+            "model": The configuration of the model.
+            "model_commit": The git commit of the model on the hub. None for a local model.
+            "backend": JAX's name of the platform.
+            "mesh": The shape of the mesh.
+            "versions": The versions of the packages that determine which bytes are stored.
+            "attention" and, if the model needs them, "experts" and "delta_rule" (see `Kernels`):
+                The kernel that was chosen for this operation, as `Choice.to_json` returns it.
+            "tokenizer_path" (only if the run uses a tokenizer): The path of the tokenizer.
+            "added_tokens" (only if the run uses a tokenizer): The tokens that were added to its
+                vocabulary, by their token ids as text.
     """
     resolved_config = replace(
         config, text_options=replace(config.text_options, drop_token_ids=text.drop_token_ids)
     )
     stored_configuration = {**resolved_config.to_json(), "batch_size": forward.batch_shape[0]}
     repository_by_flag = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
-    for path_flag, repository in repository_by_flag.items():
+    for path_flag_name, repository in repository_by_flag.items():
         # The path is absolute so that readers in any working directory find a local tokenizer.
         if repository is not None and repository.is_local:
-            stored_configuration[path_flag] = os.path.abspath(os.path.expanduser(repository.path))
-    metadata_facts = {
+            stored_configuration[path_flag_name] = os.path.abspath(
+                os.path.expanduser(repository.path)
+            )
+    value_by_metadata_key = {
         "configuration": stored_configuration,
         "model": asdict(forward.model.config),
         "model_commit": forward.checkpoint.git_commit,
         "backend": jax.default_backend(),
         "mesh": forward.layout.shape,
         **{
-            kernel_field: kernel_choice.to_json()
-            for kernel_field, kernel_choice in forward.kernel_choice_by_operation.items()
+            operation_name: kernel_choice.to_json()
+            for operation_name, kernel_choice in forward.kernel_choice_by_operation.items()
         },
         "versions": package_versions(),
     }
@@ -521,14 +551,16 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
     if chosen_tokenizer is not None:
         # To decode token ids, readers need the path of the tokenizer and the tokens that were added
         # to its vocabulary.
-        path_flag = "model_path" if chosen_tokenizer.repository is forward.checkpoint else "lora"
+        path_flag_name = (
+            "model_path" if chosen_tokenizer.repository is forward.checkpoint else "lora"
+        )
         added_token_by_id = chosen_tokenizer.backend.get_added_tokens_decoder()
-        metadata_facts["tokenizer_path"] = stored_configuration[path_flag]
-        metadata_facts["added_tokens"] = {
+        value_by_metadata_key["tokenizer_path"] = stored_configuration[path_flag_name]
+        value_by_metadata_key["added_tokens"] = {
             str(token_id): added_token.content
             for token_id, added_token in added_token_by_id.items()
         }
-    return metadata_facts
+    return value_by_metadata_key
 
 
 def plan_storage(
@@ -537,7 +569,7 @@ def plan_storage(
     forward: Forward,
     text: Text,
     identity: Identity,
-    facts: Mapping[str, Any],
+    value_by_metadata_key: Mapping[str, Any],
     watchdog: Watchdog,
 ) -> ActivationStorage:
     """Returns the storage of this host, which has read the run log but has written nothing yet.
@@ -548,7 +580,8 @@ def plan_storage(
         forward: The model on its mesh, with the hooks whose values are stored.
         text: The text pipeline of the run. metadata.json records the files of its data set.
         identity: The identity of the run.
-        facts: The facts that metadata.json records in addition to the identity.
+        value_by_metadata_key: The facts that metadata.json records in addition to the identity, by
+            their keys in it.
         watchdog: The watchdog. It is reset while the storage waits for an upload, because each
             upload has its own time limit.
 
@@ -575,7 +608,7 @@ def plan_storage(
         storage_options_of_host,
         identity,
         folders.remote,
-        RunFacts(facts, metadata_by_hook_key, text.dataset.files),
+        RunFacts(value_by_metadata_key, metadata_by_hook_key, text.dataset.files),
         config.repair,
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )
@@ -587,10 +620,11 @@ def log_start(run: Run) -> None:
     They are the hooks, the number of samples that are stored already, the special tokens that each
     text gets, and the rule by which tokens are kept.
     """
-    storage, sample_settings = run.storage, run.text.sample_settings
+    activation_storage, sample_settings = run.storage, run.text_pipeline.sample_settings
     log_hooks(run.config.hook_options, run.forward)
-    stored_totals = storage.totals
-    if stored_totals.shards and storage.plan.repair is None and not storage.complete:
+    stored_totals = activation_storage.totals
+    is_repair = activation_storage.plan.repair is not None
+    if stored_totals.shards and not is_repair and not activation_storage.complete:
         log.info(
             "continuing %s after %s and %s in %s",
             run.output_url,

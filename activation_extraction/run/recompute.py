@@ -38,8 +38,8 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recomputer
         metadata: The content of metadata.json, which determines the hooks and dtypes.
 
     Returns:
-        An object with a function that recomputes samples, and the name of JAX's platform on which
-        the function runs.
+        A `Recomputer`, which contains a function that recomputes samples, and the name of JAX's
+        platform on which this function runs.
 
     Raises:
         InputError: If an input cannot be read, or if it differs from the input of the stored run.
@@ -54,9 +54,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recomputer
     with device_errors():
         prepared_model = prepare_model(step_request(config))
         check_model_inputs(prepared_model, config, identity)
-        read_samples_again: Reread | None = None
+        sample_rereader: Reread | None = None
         if not identity.every_token:
-            read_samples_again = load_for_rereading(
+            sample_rereader = load_for_rereading(
                 metadata,
                 prepared_model.checkpoint,
                 prepared_model.adapter_files,
@@ -65,47 +65,51 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recomputer
         compiled_step = compile_step(prepared_model)
 
     def recompute(chosen_samples: list[ChosenSample]) -> list[dict[str, Values] | str]:
-        tokens_of_samples = [sample.tokens for sample in chosen_samples]
-        token_ids_or_messages: Sequence[np.ndarray | str] = [
-            sample_tokens.token_ids for sample_tokens in tokens_of_samples
+        stored_tokens_of_samples = [sample.tokens for sample in chosen_samples]
+        token_ids_or_error_messages_of_samples: Sequence[np.ndarray | str] = [
+            stored_tokens.token_ids for stored_tokens in stored_tokens_of_samples
         ]
-        if read_samples_again is not None:
-            token_ids_or_messages = read_samples_again(tokens_of_samples)
-        # For each sample, either the recomputed values by the name of the hook, or a message with
-        # the reason why it cannot be recomputed.
-        values_or_message_of_sample: list[dict[str, Values] | str] = []
+        if sample_rereader is not None:
+            token_ids_or_error_messages_of_samples = sample_rereader(stored_tokens_of_samples)
+        # For each sample, either the recomputed values by the name of the hook, or the reason why
+        # the sample cannot be recomputed.
+        values_or_error_messages_of_samples: list[dict[str, Values] | str] = []
         # Indices in `chosen_samples` of the samples whose token ids are known.
-        readable_sample_indices: list[int] = []
-        for sample_index, token_ids_or_message in enumerate(token_ids_or_messages):
-            if isinstance(token_ids_or_message, str):
-                values_or_message_of_sample.append(token_ids_or_message)
+        indices_of_readable_samples: list[int] = []
+        for index_in_chosen_samples, token_ids_or_error_message in enumerate(
+            token_ids_or_error_messages_of_samples
+        ):
+            if isinstance(token_ids_or_error_message, str):
+                values_or_error_messages_of_samples.append(token_ids_or_error_message)
             else:
-                values_or_message_of_sample.append({})
-                readable_sample_indices.append(sample_index)
-        readable_token_ids = [
-            np.asarray(token_ids_or_messages[sample_index])
-            for sample_index in readable_sample_indices
+                values_or_error_messages_of_samples.append({})
+                indices_of_readable_samples.append(index_in_chosen_samples)
+        token_ids_of_readable_samples = [
+            np.asarray(token_ids_or_error_messages_of_samples[index_in_chosen_samples])
+            for index_in_chosen_samples in indices_of_readable_samples
         ]
-        for batch in pack(samples_of(readable_token_ids), *prepared_model.batch_shape):
+        for batch in pack(samples_of(token_ids_of_readable_samples), *prepared_model.batch_shape):
             with device_errors():
                 activations = prepared_model.receive(compiled_step(batch, [False] * 3)[0])
             values_by_hook_name = {
-                str(hook_name): activation_values
-                for hook_name, activation_values in activations.items()
+                str(hook_key): activation_values
+                for hook_key, activation_values in activations.items()
             }
             for placed_sample in batch.samples:
-                sample_index = readable_sample_indices[placed_sample.sample.number]
-                kept_positions = np.asarray(tokens_of_samples[sample_index].positions, int)
+                index_in_chosen_samples = indices_of_readable_samples[placed_sample.sample.number]
+                kept_positions = np.asarray(
+                    stored_tokens_of_samples[index_in_chosen_samples].positions, int
+                )
                 indices_in_row = placed_sample.start_in_row + kept_positions
-                values_or_message_of_sample[sample_index] = {
+                values_or_error_messages_of_samples[index_in_chosen_samples] = {
                     stored_hook.name: stored_hook.for_user(
                         values_by_hook_name[stored_hook.name][
                             placed_sample.row_index, indices_in_row
                         ]
                     )
-                    for stored_hook in chosen_samples[sample_index].hooks
+                    for stored_hook in chosen_samples[index_in_chosen_samples].hooks
                 }
-        return values_or_message_of_sample
+        return values_or_error_messages_of_samples
 
     return Recomputer(jax.default_backend(), recompute)
 

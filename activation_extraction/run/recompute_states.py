@@ -25,9 +25,9 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.store.chosen_samples import StatesRecomputer
 from activation_extraction.text.packing import pack, samples_of
 
-# The length of a row is a multiple of this number of tokens, so that every mesh can divide the row
-# among its devices. If the model has fewer positions, the row has as many tokens as the model has
-# positions.
+# The length of a row is rounded up to a multiple of this number of tokens, so that every mesh can
+# divide the row among its devices. If the model's longest possible row is shorter than this
+# multiple, the row has the length of the longest possible row.
 LENGTH_STEP = 128
 
 
@@ -40,18 +40,19 @@ def load_for_hidden_states(
 
     Args:
         config: The configuration of --verify. It contains the model, the adapter, the dtype and the
-            options of the computation and, if flags name them, the hooks that the files should
-            contain.
+            options of the computation and, if flags name them, the hooks whose values the stored
+            files are expected to contain.
         token_ids: Token ids of all samples that may be computed, (tokens,) each.
         width: Number of values of a stored hidden state.
 
     Returns:
-        An object with facts about the model, and a function that computes the hidden states of
-        samples.
+        A `StatesRecomputer`, which contains facts about the model, and the function that computes
+        the hidden states of samples.
 
     Raises:
         InputError: If the model cannot be read or lacks a hook that the flags name, or its width,
-            its vocabulary or its number of positions does not fit the stored samples.
+            its vocabulary or the length of its longest possible row does not fit the stored
+            samples.
     """
     model_path = config.model_options.model_path
     if config.hook_options.encode:
@@ -71,10 +72,10 @@ def load_for_hidden_states(
         (int(ids_of_sample.min()) for ids_of_sample in token_ids if len(ids_of_sample)), default=0
     )
     if smallest_token_id < 0 or largest_token_id >= model_config.vocab_size:
-        token_id_to_report = smallest_token_id if smallest_token_id < 0 else largest_token_id
+        token_id_out_of_range = smallest_token_id if smallest_token_id < 0 else largest_token_id
         raise InputError(
             f"--model_path {model_path}: has {model_config.vocab_size} tokens; a stored sample has "
-            f"the token id {token_id_to_report}"
+            f"the token id {token_id_out_of_range}"
         )
     max_sample_tokens = max(map(len, token_ids), default=1)
     max_tokens_per_row, reason_of_limit = model_config.longest_row

@@ -92,7 +92,9 @@ def load_for_rereading(
 
 
 def load_text(config: Config, metadata: Mapping[str, Any]) -> TextFunctions:
-    """Loads the tokenizer of a stored run, and opens its data set if it does not store all tokens.
+    """Loads the tokenizer of a stored run, and opens the run's data set if that is needed.
+
+    The data set is needed only if the run does not store all tokens of its samples.
 
     Args:
         config: The configuration. Its model, its adapter and its path of the data set are used if
@@ -100,8 +102,8 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> TextFunctions:
         metadata: The content of metadata.json of one of the run's hosts.
 
     Returns:
-        An object with a function that decodes token ids, and a function that reads samples again.
-        The second function is None if the run stores all tokens.
+        A `TextFunctions`, which contains a function that decodes token ids, and a function that
+        reads samples again. The second function is None if the run stores all tokens.
 
     Raises:
         InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
@@ -118,12 +120,12 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> TextFunctions:
     text_pipeline, config_with_paths_to_read = _text_pipeline_of_run(
         metadata, model_repository, adapter_repository, config.text_options.dataset_path
     )
-    read_samples_again: Reread | None = None
+    sample_rereader: Reread | None = None
     if identity.every_token:
         check_tokenizer(text_pipeline, config_with_paths_to_read, identity)
     else:
         check_text_inputs(text_pipeline, config_with_paths_to_read, identity)
-        read_samples_again = partial(_read_again, text_pipeline)
+        sample_rereader = partial(_read_again, text_pipeline)
     # If the data set contains token ids, it is read without a tokenizer. A tokenizer is needed here
     # to decode the ids.
     chosen_tokenizer = text_pipeline.chosen_tokenizer or choose_tokenizer(
@@ -136,7 +138,7 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> TextFunctions:
         )
         return decoded_text
 
-    return TextFunctions(decode, read_samples_again)
+    return TextFunctions(decode, sample_rereader)
 
 
 def _text_pipeline_of_run(
@@ -199,41 +201,42 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         For each sample, all its token ids, int32 (tokens,). A message instead if these tokens
         differ from the stored tokens, or if the data set ends before the sample.
     """
-    token_ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
+    token_ids_or_error_messages_of_samples: list[np.ndarray | str] = [NO_SAMPLE] * len(
+        stored_samples
+    )
     # Samples of one worker with the same mark before them are read in one pass over the worker's
     # share of the data. The keys are the worker and the number of samples before the mark. The
     # values are indices in `stored_samples`.
-    sample_indices_by_worker_and_num_samples_before_mark: dict[tuple[Worker, int], list[int]] = (
-        defaultdict(list)
+    stored_sample_indices_by_worker_and_mark: dict[tuple[Worker, int], list[int]] = defaultdict(
+        list
     )
-    for sample_index, stored_sample in enumerate(stored_samples):
+    for stored_sample_index, stored_sample in enumerate(stored_samples):
         mark_before_sample = stored_sample.mark_before_sample
         num_samples_before_mark = 0 if mark_before_sample is None else mark_before_sample.samples
-        sample_indices_by_worker_and_num_samples_before_mark[
+        stored_sample_indices_by_worker_and_mark[
             stored_sample.worker, num_samples_before_mark
-        ].append(sample_index)
-    for (worker, _), sample_indices in sample_indices_by_worker_and_num_samples_before_mark.items():
+        ].append(stored_sample_index)
+    for (worker, _), stored_sample_indices in stored_sample_indices_by_worker_and_mark.items():
         # The same sample may be in `stored_samples` several times.
-        indices_in_stored_samples_by_sample_idx: dict[int, list[int]] = defaultdict(list)
-        for sample_index in sample_indices:
-            indices_in_stored_samples_by_sample_idx[stored_samples[sample_index].sample_idx].append(
-                sample_index
-            )
+        stored_sample_indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
+        for stored_sample_index in stored_sample_indices:
+            stored_sample_indices_by_sample_idx[
+                stored_samples[stored_sample_index].sample_idx
+            ].append(stored_sample_index)
         sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
-            start=stored_samples[sample_indices[0]].mark_before_sample,
-            until=worker.number_of(max(indices_in_stored_samples_by_sample_idx)) + 1,
+            start=stored_samples[stored_sample_indices[0]].mark_before_sample,
+            until=worker.number_of(max(stored_sample_indices_by_sample_idx)) + 1,
         )
         for reread_sample in sample_stream:
-            for sample_index in indices_in_stored_samples_by_sample_idx.get(
-                reread_sample.facts.sample_idx, ()
-            ):
-                token_ids_or_messages[sample_index] = _token_ids(
-                    reread_sample, stored_samples[sample_index]
+            sample_idx = reread_sample.facts.sample_idx
+            for stored_sample_index in stored_sample_indices_by_sample_idx.get(sample_idx, ()):
+                token_ids_or_error_messages_of_samples[stored_sample_index] = _token_ids(
+                    reread_sample, stored_samples[stored_sample_index]
                 )
-    return token_ids_or_messages
+    return token_ids_or_error_messages_of_samples
 
 
 def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:

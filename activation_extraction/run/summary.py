@@ -58,12 +58,14 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         clock: The clock that has measured the time of each activity.
         complete: Whether the whole run is stored, so that it need not be continued.
     """
-    storage = run.storage
-    stored_totals = storage.totals
-    repair_plan = storage.plan.repair
+    activation_storage = run.storage
+    stored_totals = activation_storage.totals
+    repair_plan = activation_storage.plan.repair
     if repair_plan is not None:
         shard_numbers_phrase = (
-            ranges_phrase(sorted(shard_commit.number for shard_commit in storage.new_commits))
+            ranges_phrase(
+                sorted(shard_commit.number for shard_commit in activation_storage.new_commits)
+            )
             or "none"
         )
         repair_outcome = "repaired" if complete else "interrupted"
@@ -87,16 +89,16 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         f"{counted(stored_totals.shards, 'shard')}, "
         f"{stored_totals.bytes / 1e6:,.1f} MB in {run.output_url}"
     )
-    if run.text.options.skip_bad_rows:
+    if run.text_pipeline.options.skip_bad_rows:
         skipped_rows_phrase = counted(stored_totals.skipped_rows, "row")
         say(f"skipped: {skipped_rows_phrase} that could not be used (--skip_bad_rows)")
     if stored_totals.empty_rows:
         say(f"empty: {counted(stored_totals.empty_rows, 'row')} without text, which gave no sample")
     if stored_totals.cut_samples:
-        splits_documents = run.text.sample_settings.splits_documents
+        splits_documents = run.text_pipeline.sample_settings.splits_documents
         limits_that_cut_samples = []
         if not splits_documents:
-            max_sample_tokens = run.text.options.max_seq_length
+            max_sample_tokens = run.text_pipeline.options.max_seq_length
             limits_that_cut_samples.append(
                 f"at {counted(max_sample_tokens, 'token')} (--max_seq_length)"
             )
@@ -110,21 +112,21 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
             f"left out: {counted(stored_totals.cut_tokens, 'token')}"
         )
     if stored_totals.empty_samples:
-        mask_column = run.text.options.mask_column
-        rule_of_kept_tokens = str(run.text.sample_settings.token_choice)
+        mask_column = run.text_pipeline.options.mask_column
+        rule_of_kept_tokens = str(run.text_pipeline.sample_settings.token_choice)
         if mask_column:
             rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
         empty_samples_phrase = counted(stored_totals.empty_samples, "sample")
         say(f"kept nothing: {empty_samples_phrase} ({rule_of_kept_tokens})")
     for line_about_codes in code_lines(stored_totals.statistics):
         say(line_about_codes)
-    for line_about_codes in code_warnings(stored_totals.statistics):
-        log.warning("%s", line_about_codes)
+    for warning_line in code_warnings(stored_totals.statistics):
+        log.warning("%s", warning_line)
     for shortfall_message in filter(None, shortfall_messages):
         say(f"short: {shortfall_message}")
     if run.host.id != 0 and not run.config.verbose:
         return
-    if num_new_tokens := stored_totals.tokens - storage.plan.totals.tokens:
+    if num_new_tokens := stored_totals.tokens - activation_storage.plan.totals.tokens:
         say(_time_line(run, clock, num_new_tokens))
     if stored_totals.shards:
         say(
@@ -208,7 +210,9 @@ def _time_line(run: Run, clock: Clock, num_new_tokens: int) -> str:
     """
     elapsed_seconds = clock.elapsed
     token_unit = (
-        "tokens" if run.text.sample_settings.token_choice.keeps_everything else "kept tokens"
+        "tokens"
+        if run.text_pipeline.sample_settings.token_choice.keeps_everything
+        else "kept tokens"
     )
     times_phrase = ", ".join(
         f"{activity} {clock.seconds_by_activity[activity]:.1f}" for activity in ACTIVITIES
@@ -325,10 +329,15 @@ def ranges_phrase(numbers: Iterable[int]) -> str:
     For example, returns "1-3, 7" for 1, 2, 3 and 7.
     """
     # One list for each range: its first and its last number, or its only number.
-    number_range_bounds: list[list[int]] = []
+    bounds_of_shard_or_layer_ranges: list[list[int]] = []
     for shard_or_layer_number in numbers:
-        if number_range_bounds and shard_or_layer_number == number_range_bounds[-1][-1] + 1:
-            number_range_bounds[-1][1:] = [shard_or_layer_number]
+        if (
+            bounds_of_shard_or_layer_ranges
+            and shard_or_layer_number == bounds_of_shard_or_layer_ranges[-1][-1] + 1
+        ):
+            bounds_of_shard_or_layer_ranges[-1][1:] = [shard_or_layer_number]
         else:
-            number_range_bounds.append([shard_or_layer_number])
-    return ", ".join("-".join(map(str, range_bounds)) for range_bounds in number_range_bounds)
+            bounds_of_shard_or_layer_ranges.append([shard_or_layer_number])
+    return ", ".join(
+        "-".join(map(str, range_bounds)) for range_bounds in bounds_of_shard_or_layer_ranges
+    )

@@ -49,12 +49,12 @@ class ChosenTemplates(NamedTuple):
 
     Attributes:
         repository: The files of the model or the adapter, from which the templates are read.
-        source_by_name: The Jinja source of each template by its name, "default" or "tool_use".
-            Empty if there is no template.
+        jinja_source_by_template_name: The Jinja source of each template by its name, "default" or
+            "tool_use". Empty if there is no template.
     """
 
     repository: Repository
-    source_by_name: Mapping[str, str]
+    jinja_source_by_template_name: Mapping[str, str]
 
 
 def choose_tokenizer(
@@ -107,16 +107,16 @@ def choose_templates(
     Raises:
         InputError: If a file with a chat template cannot be read.
     """
-    model_templates = templates_in(model_repository)
+    chat_templates_of_model = templates_in(model_repository)
     if adapter_repository is not None:
-        adapter_templates = templates_in(adapter_repository)
-        if adapter_templates and adapter_templates != model_templates:
+        chat_templates_of_adapter = templates_in(adapter_repository)
+        if chat_templates_of_adapter and chat_templates_of_adapter != chat_templates_of_model:
             log.info(
                 "chat template: that of %s, which differs from the model's",
                 adapter_repository.flag_with_value,
             )
-            return ChosenTemplates(adapter_repository, adapter_templates)
-    return ChosenTemplates(model_repository, model_templates)
+            return ChosenTemplates(adapter_repository, chat_templates_of_adapter)
+    return ChosenTemplates(model_repository, chat_templates_of_model)
 
 
 def templates_in(repository: Repository) -> dict[str, str]:
@@ -132,15 +132,20 @@ def templates_in(repository: Repository) -> dict[str, str]:
     Raises:
         InputError: If a file with a template cannot be read.
     """
-    jinja_source_by_name: dict[str, str] = {}
+    jinja_source_by_template_name: dict[str, str] = {}
     for template_name, file_name in TEMPLATE_FILES.items():
         if (template_path := repository.find(file_name)) is not None:
             try:
-                jinja_source_by_name[template_name] = template_path.read_text(encoding="utf-8")
+                jinja_source_by_template_name[template_name] = template_path.read_text(
+                    encoding="utf-8"
+                )
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{template_path}: cannot be read: {one_line(error)}") from error
     for file_name in TEMPLATE_SETTINGS:
-        if not jinja_source_by_name and (template_path := repository.find(file_name)) is not None:
+        if (
+            not jinja_source_by_template_name
+            and (template_path := repository.find(file_name)) is not None
+        ):
             template_or_templates = read_json(template_path).get("chat_template")
             try:
                 if isinstance(template_or_templates, list):
@@ -156,10 +161,10 @@ def templates_in(repository: Repository) -> dict[str, str]:
                     if jinja_source := stored_template_by_name.get(template_name):
                         if not isinstance(jinja_source, str):
                             raise TypeError("a template is not text")
-                        jinja_source_by_name[template_name] = jinja_source
+                        jinja_source_by_template_name[template_name] = jinja_source
             except (KeyError, TypeError) as error:
                 raise InputError(
                     f"{template_path}: chat_template is neither text nor a list of templates "
                     "with names"
                 ) from error
-    return jinja_source_by_name
+    return jinja_source_by_template_name

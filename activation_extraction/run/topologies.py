@@ -28,16 +28,16 @@ class ChipKind(NamedTuple):
 
     Attributes:
         chip_name: The key of the chip in `model.devices.CHIPS`.
-        machine_shapes: The shapes of the TPU machines with this kind of chip, from the smallest to
-            the largest; empty for GPUs.
-        units_in_name_per_chip: The number in the name of a machine, divided by the number of chips.
-            It is 2 for v4, because the machine v4-32 has 16 chips.
+        tpu_shape_texts: The shapes of the TPUs that can be rented with this kind of chip, such as
+            "4x8", from the smallest to the largest; empty for GPUs.
+        number_in_machine_name_per_chip: The number in the name of a machine, divided by the number
+            of the machine's chips. It is 2 for v4, because the machine v4-32 has 16 chips.
         devices_per_chip: The number of JAX devices per chip.
     """
 
     chip_name: str
-    machine_shapes: tuple[str, ...]
-    units_in_name_per_chip: int
+    tpu_shape_texts: tuple[str, ...]
+    number_in_machine_name_per_chip: int
     devices_per_chip: int
 
 
@@ -105,7 +105,7 @@ class Topology:
     @property
     def is_tpu(self) -> bool:
         """Whether the chips are TPUs. Otherwise they are GPUs."""
-        return bool(self.chip_kind.machine_shapes)
+        return bool(self.chip_kind.tpu_shape_texts)
 
     def describe_devices(self) -> list[Device]:
         """Returns stand-ins for the devices of the machine that this object describes.
@@ -155,8 +155,8 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
 
     Args:
         name: The name of a kind of chip, followed by a number or a shape, such as v5e:8x8,
-            v5litepod-64, v4-32 or h100-8. The number is `ChipKind.units_in_name_per_chip` times
-            the number of chips. The name of a kind of GPU alone is a machine with one GPU.
+            v5litepod-64, v4-32 or h100-8. The number is `ChipKind.number_in_machine_name_per_chip`
+            times the number of chips. The name of a kind of GPU alone is a machine with one GPU.
         chips_per_host: The number of chips of a host. None for the usual number.
 
     Raises:
@@ -165,50 +165,56 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
     """
     name_pattern = r"([a-z]\w*)(?:-([1-9]\d{0,4})|:(\d{1,5}(?:x\d{1,5})+))?"
     name_match = re.fullmatch(name_pattern, name.lower().replace("v5litepod", "v5e"))
-    chip_kind_name, number_in_name, shape_in_name = (
+    chip_kind_name, number_suffix, shape_suffix = (
         name_match.groups() if name_match else (name.lower(), None, None)
     )
     chip_kind = CHIP_KINDS.get(chip_kind_name)
-    if chip_kind is None or (shape_in_name and not chip_kind.machine_shapes):
+    if chip_kind is None or (shape_suffix and not chip_kind.tpu_shape_texts):
         raise InputError(
             f"--plan {name}: there are machines of {', '.join(CHIP_KINDS)}, such as v5e:8x8, "
             "v5litepod-64, v4-32 or h100-8"
         )
-    if chip_kind.machine_shapes:
-        sides_of_shape = _tpu_sides(name, chip_kind_name, chip_kind, number_in_name, shape_in_name)
-        num_chips = math.prod(sides_of_shape)
-        is_two_dimensional = len(sides_of_shape) == 2
-        topology_name = f"{chip_kind_name}:{'x'.join(map(str, sides_of_shape))}"
+    if chip_kind.tpu_shape_texts:
+        tpu_side_lengths = _tpu_side_lengths(
+            name, chip_kind_name, chip_kind, number_suffix, shape_suffix
+        )
+        num_chips = math.prod(tpu_side_lengths)
+        is_two_dimensional = len(tpu_side_lengths) == 2
+        topology_name = f"{chip_kind_name}:{'x'.join(map(str, tpu_side_lengths))}"
         usual_chips_per_host = (
             num_chips if is_two_dimensional and num_chips in (1, 8) else USUAL_HOST_CHIPS
         )
-        candidate_chips_per_host = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
+        candidate_chip_counts_per_host = (
+            [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
+        )
     else:
-        num_chips = int(number_in_name or 1)
+        num_chips = int(number_suffix or 1)
         topology_name = f"{chip_kind_name}-{num_chips}"
         usual_chips_per_host = min(num_chips, 8)
-        candidate_chips_per_host = [*range(1, num_chips + 1)]
-    possible_chips_per_host = [
+        candidate_chip_counts_per_host = [*range(1, num_chips + 1)]
+    possible_chip_counts_per_host = [
         num_chips_of_host
-        for num_chips_of_host in candidate_chips_per_host
+        for num_chips_of_host in candidate_chip_counts_per_host
         if num_chips % num_chips_of_host == 0
     ]
-    num_host_chips = usual_chips_per_host if chips_per_host is None else chips_per_host
-    if num_host_chips not in possible_chips_per_host:
-        possible_chips_phrase = ", ".join(map(str, possible_chips_per_host)) or "no number"
-        raise InputError(
-            f"--plan {name} --chips_per_host {num_host_chips}: its chips divide among hosts of "
-            f"{possible_chips_phrase}"
+    chosen_chips_per_host = usual_chips_per_host if chips_per_host is None else chips_per_host
+    if chosen_chips_per_host not in possible_chip_counts_per_host:
+        possible_chip_counts_phrase = (
+            ", ".join(map(str, possible_chip_counts_per_host)) or "no number"
         )
-    return Topology(topology_name, chip_kind, num_chips // num_host_chips, num_chips)
+        raise InputError(
+            f"--plan {name} --chips_per_host {chosen_chips_per_host}: its chips divide among "
+            f"hosts of {possible_chip_counts_phrase}"
+        )
+    return Topology(topology_name, chip_kind, num_chips // chosen_chips_per_host, num_chips)
 
 
-def _tpu_sides(
+def _tpu_side_lengths(
     name: str,
     chip_kind_name: str,
     chip_kind: ChipKind,
-    number_in_name: str | None,
-    shape_in_name: str | None,
+    number_suffix: str | None,
+    shape_suffix: str | None,
 ) -> tuple[int, ...]:
     """Returns the number of chips along each axis of a TPU.
 
@@ -216,39 +222,37 @@ def _tpu_sides(
         name: The value of --plan, for the message.
         chip_kind_name: The first part of the name, a key of CHIP_KINDS.
         chip_kind: The kind of the chips.
-        number_in_name: The number in the name, such as 64 in v5e-64, which is
-            `ChipKind.units_in_name_per_chip` times the number of chips. None if the name has no
-            number.
-        shape_in_name: The shape in the name, such as 8x8. None if the name has no shape.
+        number_suffix: The number in the name, such as 64 in v5e-64, which is
+            `ChipKind.number_in_machine_name_per_chip` times the number of chips. None if the name
+            has no number.
+        shape_suffix: The shape in the name, such as 8x8. None if the name has no shape.
 
     Raises:
         InputError: If no TPU of this kind has this number in its name, or if the shape has another
             number of axes or more chips than the largest TPU of this kind, or if the name has
             neither a number nor a shape. The message lists the valid names.
     """
-    # Number in the name of a machine, as text -> shape of the machine, such as "64" -> "8x8".
-    shape_by_number_in_name: dict[str, str] = {}
-    for shape_of_kind in chip_kind.machine_shapes:
-        sides_of_shape = _sides_of_shape(shape_of_kind)
-        shape_by_number_in_name[
-            str(math.prod(sides_of_shape) * chip_kind.units_in_name_per_chip)
-        ] = shape_of_kind
+    # For example, the number suffix "64" of v5e-64 -> the shape "8x8".
+    shape_text_by_number_suffix: dict[str, str] = {}
+    for tpu_shape_text in chip_kind.tpu_shape_texts:
+        side_lengths_of_shape = _side_lengths_of_shape(tpu_shape_text)
+        shape_text_by_number_suffix[
+            str(math.prod(side_lengths_of_shape) * chip_kind.number_in_machine_name_per_chip)
+        ] = tpu_shape_text
     # The shapes are in ascending order, so the last one is the largest.
-    sides_of_largest_shape = sides_of_shape
-    requested_shape = shape_in_name or shape_by_number_in_name.get(number_in_name or "", "0")
-    requested_sides = _sides_of_shape(requested_shape)
-    num_chips = math.prod(requested_sides)
-    has_other_axis_count = len(requested_sides) != len(sides_of_largest_shape)
-    if has_other_axis_count or not 0 < num_chips <= math.prod(sides_of_largest_shape):
+    side_lengths_of_largest_shape = side_lengths_of_shape
+    requested_shape_text = shape_suffix or shape_text_by_number_suffix.get(number_suffix or "", "0")
+    requested_side_lengths = _side_lengths_of_shape(requested_shape_text)
+    num_chips = math.prod(requested_side_lengths)
+    has_wrong_axis_count = len(requested_side_lengths) != len(side_lengths_of_largest_shape)
+    if has_wrong_axis_count or not 0 < num_chips <= math.prod(side_lengths_of_largest_shape):
         machine_names = []
-        for possible_number_in_name, possible_shape in shape_by_number_in_name.items():
-            machine_names.append(
-                f"{chip_kind_name}-{possible_number_in_name} ({chip_kind_name}:{possible_shape})"
-            )
+        for valid_suffix, shape_text in shape_text_by_number_suffix.items():
+            machine_names.append(f"{chip_kind_name}-{valid_suffix} ({chip_kind_name}:{shape_text})")
         raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
-    return requested_sides
+    return requested_side_lengths
 
 
-def _sides_of_shape(shape: str) -> tuple[int, ...]:
+def _side_lengths_of_shape(shape: str) -> tuple[int, ...]:
     """Returns the number of chips along each axis of a shape such as 4x8."""
     return tuple(map(int, shape.split("x")))

@@ -2,7 +2,7 @@
 
 A row passes these modules in this order:
 
-    file_list.py       lists the files of a data set, and rejects files with wrong rows
+    file_list.py       lists the files of a data set, and rejects folders with several splits
     sources.py         opens files, or a hub data set, as a stream of rows, shuffled or not
     file_rows.py       reads the rows of a file by its kind: JSON, CSV, Parquet or Arrow
     documents.py       selects this worker's rows, mixes several data sets, skips bad rows
@@ -10,7 +10,7 @@ A row passes these modules in this order:
       readers.py       reads text, token ids, or an ARC-AGI task
       chat.py          reads a conversation, and renders it with the chat template
       roles.py         finds the role of every character of a rendered conversation
-      structs.py       distinguishes nulls in Arrow's objects from nulls in JSON's objects
+      structs.py       removes the nulls that Arrow adds for missing keys, not the nulls of JSON
     tokens.py          turns contents into token ids, with the role and turn of each token
       tokenizer.py     loads the tokenizer of a model or adapter
     samples.py         cuts or splits documents into samples, and continues where a run stopped

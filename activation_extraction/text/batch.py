@@ -167,7 +167,7 @@ class Batch:
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each sample, in the order of `samples`."""
-        return [len(placement.sample.token_ids) for placement in self.samples]
+        return [len(placed_sample.sample.token_ids) for placed_sample in self.samples]
 
     def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:
         """Yields, for each sample, where to find its kept tokens in an array of activations.
@@ -183,12 +183,15 @@ class Batch:
                 The positions of the kept tokens in the sample, counted from 0, int32 (tokens,).
         """
         if self.kept_mask is None:
-            for placement in self.samples:
+            for placed_sample in self.samples:
                 positions_of_all_tokens = np.arange(
-                    placement.stop - placement.start_in_row, dtype=np.int32
+                    placed_sample.stop - placed_sample.start_in_row, dtype=np.int32
                 )
                 yield (
-                    (placement.row_index, slice(placement.start_in_row, placement.stop)),
+                    (
+                        placed_sample.row_index,
+                        slice(placed_sample.start_in_row, placed_sample.stop),
+                    ),
                     positions_of_all_tokens,
                 )
             return
@@ -196,13 +199,13 @@ class Batch:
         # For each token of the batch, row by row, the number of kept tokens before this token. The
         # last element is the number of all kept tokens.
         kept_token_counts_before_tokens = np.concatenate([[0], np.cumsum(self.kept_mask)])
-        for placement in self.samples:
+        for placed_sample in self.samples:
             kept_mask_of_sample = self.kept_mask[
-                placement.row_index, placement.start_in_row : placement.stop
+                placed_sample.row_index, placed_sample.start_in_row : placed_sample.stop
             ]
             kept_positions = np.flatnonzero(kept_mask_of_sample)
             index_of_first_kept_token = kept_token_counts_before_tokens[
-                placement.row_index * row_length + placement.start_in_row
+                placed_sample.row_index * row_length + placed_sample.start_in_row
             ]
             yield (
                 slice(index_of_first_kept_token, index_of_first_kept_token + len(kept_positions)),

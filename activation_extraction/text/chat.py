@@ -121,8 +121,8 @@ class MessagesColumn:
             raise UnusableRowError(
                 f"its tools are {type(tool_definitions).__name__}, expected a list"
             )
-        converted_messages = [_converted_message(message) for message in row_messages]
-        return self.template.content(converted_messages, tool_definitions or None)
+        messages_for_template = [_converted_message(message) for message in row_messages]
+        return self.template.content(messages_for_template, tool_definitions or None)
 
 
 def _decoded_json(value: Any) -> Any:
@@ -154,26 +154,26 @@ def _converted_message(row_message: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnusableRowError: If the role of the message is unknown, or if its content is not text.
     """
-    converted_message = dict(row_message)
-    if converted_message.get("role") is None and "from" in converted_message:
-        converted_message["role"] = converted_message.pop("from")
-        message_content = converted_message.pop("value", None)
-        converted_message["content"] = "" if message_content is None else message_content
+    message_for_template = dict(row_message)
+    if message_for_template.get("role") is None and "from" in message_for_template:
+        message_for_template["role"] = message_for_template.pop("from")
+        message_content = message_for_template.pop("value", None)
+        message_for_template["content"] = "" if message_content is None else message_content
     for thinking_key in ("thinking", "reasoning"):
-        thinking_text = converted_message.get(thinking_key)
-        if thinking_text is not None and converted_message.get("reasoning_content") is None:
-            converted_message["reasoning_content"] = thinking_text
-    message_role = converted_message.get("role")
+        thinking_text = message_for_template.get(thinking_key)
+        if thinking_text is not None and message_for_template.get("reasoning_content") is None:
+            message_for_template["reasoning_content"] = thinking_text
+    message_role = message_for_template.get("role")
     if isinstance(message_role, str):
         message_role = ROLE_ALIASES.get(message_role, message_role)
     if message_role not in MESSAGE_ROLES:
         raise UnusableRowError(
             f"a message has the role {message_role!r:.40}, expected system, user, assistant or tool"
         )
-    converted_message["role"] = message_role
-    if converted_message.get("content") is not None:
-        converted_message["content"] = _content_text(converted_message["content"])
-    return _with_converted_arguments(converted_message, _as_object)
+    message_for_template["role"] = message_role
+    if message_for_template.get("content") is not None:
+        message_for_template["content"] = _content_text(message_for_template["content"])
+    return _with_converted_arguments(message_for_template, _as_object)
 
 
 def _content_text(content: Any) -> str:
@@ -268,17 +268,17 @@ class ChatTemplate:
 
     Attributes:
         tokenizer: The tokenizer, an object of transformers.
-        source_by_name: Jinja sources of the templates by name. The names are "default", "tool_use"
-            (for conversations with tools), or both.
-        flag_with_value: Flag that names the file of the templates, or their model or adapter, and
-            the value of this flag, such as "--chat_template x.jinja". Error messages contain both.
+        jinja_source_by_template_name: Jinja source of each template by its name. The names are
+            "default", "tool_use" (for conversations with tools), or both.
+        template_flag_phrase: Flag that names the file of the templates, or their model or adapter,
+            and the value of this flag, such as "--chat_template x.jinja". Messages contain both.
         value_by_argument: Values of --chat_template_args by name, which are variables of the
             templates besides messages and tools.
     """
 
     tokenizer: Any
-    source_by_name: Mapping[str, str]
-    flag_with_value: str
+    jinja_source_by_template_name: Mapping[str, str]
+    template_flag_phrase: str
     value_by_argument: Mapping[str, Any]
 
     @classmethod
@@ -291,45 +291,66 @@ class ChatTemplate:
             arguments: Values of --chat_template_args by name.
 
         Raises:
-            InputError: If the file cannot be read, or if the template does not use an argument.
+            InputError: If the file cannot be read, if an argument is reserved for transformers, or
+                if the template does not mention one of `arguments`. add_generation_prompt need not
+                be mentioned.
         """
-        template_origin = f"--chat_template {file}"
+        template_flag_phrase = f"--chat_template {file}"
         try:
-            source_by_template_name = {"default": Path(file).read_text(encoding="utf-8")}
+            jinja_source_by_template_name = {"default": Path(file).read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{template_origin}: cannot be read: {one_line(error)}") from error
-        return cls._checked_template(tokenizer, source_by_template_name, template_origin, arguments)
+            raise InputError(
+                f"{template_flag_phrase}: cannot be read: {one_line(error)}"
+            ) from error
+        return cls._checked_template(
+            tokenizer, jinja_source_by_template_name, template_flag_phrase, arguments
+        )
 
     @classmethod
     def of_model(
-        cls, tokenizer: Any, sources: Mapping[str, str], origin: str, arguments: Mapping[str, Any]
+        cls,
+        tokenizer: Any,
+        jinja_source_by_template_name: Mapping[str, str],
+        template_flag_phrase: str,
+        arguments: Mapping[str, Any],
     ) -> "ChatTemplate":
         """Returns the templates of a model or adapter.
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
-            sources: Jinja sources by name, "default", "tool_use" or both; empty if the model has no
-                template.
-            origin: Flag and path of the model or adapter, for error messages.
+            jinja_source_by_template_name: Jinja source of each template by its name, "default" or
+                "tool_use". Empty if the model has no template.
+            template_flag_phrase: Flag and path of the model or adapter, for error messages.
             arguments: Values of --chat_template_args by name.
 
         Raises:
-            InputError: If there is no template, or if no template uses an argument.
+            InputError: If there is no template, if an argument is reserved for transformers, or if
+                none of the templates mentions one of `arguments`. add_generation_prompt need not be
+                mentioned.
         """
-        if not sources:
-            raise InputError(f"{origin}: has no chat template; give one with --chat_template FILE")
-        return cls._checked_template(tokenizer, sources, origin, arguments)
+        if not jinja_source_by_template_name:
+            raise InputError(
+                f"{template_flag_phrase}: has no chat template; give one with --chat_template FILE"
+            )
+        return cls._checked_template(
+            tokenizer, jinja_source_by_template_name, template_flag_phrase, arguments
+        )
 
     @classmethod
     def _checked_template(
-        cls, tokenizer: Any, sources: Mapping[str, str], origin: str, arguments: Mapping[str, Any]
+        cls,
+        tokenizer: Any,
+        jinja_source_by_template_name: Mapping[str, str],
+        template_flag_phrase: str,
+        arguments: Mapping[str, Any],
     ) -> "ChatTemplate":
         """Returns a ChatTemplate, after checking that its templates can use the arguments.
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
-            sources: Jinja sources by name, "default", "tool_use" or both.
-            origin: Flag and path of the templates, for error messages.
+            jinja_source_by_template_name: Jinja source of each template by its name, "default" or
+                "tool_use".
+            template_flag_phrase: Flag and path of the templates, for error messages.
             arguments: Values of --chat_template_args by name.
 
         Raises:
@@ -343,13 +364,15 @@ class ChatTemplate:
                     f"--chat_template_args {argument_name}: is no argument of a template"
                 )
             is_argument_mentioned = any(
-                argument_name in template_source for template_source in sources.values()
+                argument_name in template_source
+                for template_source in jinja_source_by_template_name.values()
             )
             if argument_name != "add_generation_prompt" and not is_argument_mentioned:
                 raise InputError(
-                    f"--chat_template_args {argument_name}: {origin} does not mention it"
+                    f"--chat_template_args {argument_name}: {template_flag_phrase} does not "
+                    "mention it"
                 )
-        return cls(tokenizer, sources, origin, arguments)
+        return cls(tokenizer, jinja_source_by_template_name, template_flag_phrase, arguments)
 
     def check(self) -> None:
         """Renders a short conversation with each template, to find faulty templates.
@@ -359,31 +382,32 @@ class ChatTemplate:
                 differently the second time, or if only one of two templates writes turns between
                 <|im_start|> and <|im_end|>.
         """
-        if len({START in template_source for template_source in self.source_by_name.values()}) > 1:
+        template_sources = self.jinja_source_by_template_name.values()
+        if len({START in template_source for template_source in template_sources}) > 1:
             raise InputError(
-                f"{self.flag_with_value}: of its templates default and tool_use, one writes turns "
-                f"between {START} and {END} and the other does not; expected both or neither"
+                f"{self.template_flag_phrase}: of its templates default and tool_use, one writes "
+                f"turns between {START} and {END} and the other does not; expected both or neither"
             )
-        for template_name in self.source_by_name:
+        for template_name in self.jinja_source_by_template_name:
             trial_tools = [TRIAL_TOOL] if template_name == "tool_use" else None
             try:
-                with activity(f"rendering the chat template of {self.flag_with_value}"):
+                with activity(f"rendering the chat template of {self.template_flag_phrase}"):
                     renders_identically = self.content(TRIAL_MESSAGES, trial_tools) == self.content(
                         TRIAL_MESSAGES, trial_tools
                     )
             except UnusableRowError as error:
                 raise InputError(
-                    f"{self.flag_with_value}: cannot render a conversation: {error}"
+                    f"{self.template_flag_phrase}: cannot render a conversation: {error}"
                 ) from error
             if not renders_identically:
                 raise InputError(
-                    f"{self.flag_with_value}: renders the same conversation in different ways"
+                    f"{self.template_flag_phrase}: renders the same conversation in different ways"
                 )
 
     @property
     def digest(self) -> str:
         """The SHA-256 of the templates and their arguments, in hexadecimal."""
-        first_template_source, *other_template_sources = self.source_by_name.values()
+        first_template_source, *other_template_sources = self.jinja_source_by_template_name.values()
         templates_json = json.dumps(
             [first_template_source, dict(self.value_by_argument), *other_template_sources],
             sort_keys=True,
@@ -396,12 +420,13 @@ class ChatTemplate:
 
         The roles of tokens are found by these markers, so tokens have roles only if this is true.
         """
-        return any(START in template_source for template_source in self.source_by_name.values())
+        template_sources = self.jinja_source_by_template_name.values()
+        return any(START in template_source for template_source in template_sources)
 
     @cached_property
     def marks_thinking(self) -> bool:
         """Whether the templates write thinking between <think> and </think>."""
-        for template_source in self.source_by_name.values():
+        for template_source in self.jinja_source_by_template_name.values():
             if THINK in template_source or END_THINK in template_source:
                 return True
         return False
@@ -499,10 +524,12 @@ class ChatTemplate:
         Returns:
             The rendered text.
         """
-        template_name = "tool_use" if tools and "tool_use" in self.source_by_name else "default"
-        if template_name not in self.source_by_name:
+        template_name = (
+            "tool_use" if tools and "tool_use" in self.jinja_source_by_template_name else "default"
+        )
+        if template_name not in self.jinja_source_by_template_name:
             raise ValueError("its only template is for conversations with tools, tool_use")
-        template_source = self.source_by_name[template_name]
+        template_source = self.jinja_source_by_template_name[template_name]
         if "strftime_now" in template_source:
             template_source = DATE_REJECTION + template_source
         rendered_text: str = self.tokenizer.apply_chat_template(
