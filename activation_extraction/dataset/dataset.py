@@ -107,21 +107,21 @@ class ActivationDataset(Samples):
             file_record["name"]: (file_record["bytes"], file_record["fingerprint"])
             for file_record in data_file_records
         }
-        self._unfinished_folders = {
+        self._unfinished_folder_names = {
             folder_name
             for folder_name, run_log in log_by_folder.items()
             if run_log.metadata and run_log.metadata["status"] != "complete"
         }
         # For each host's folder, the difference in `sample_idx` between consecutive samples of the
         # host.
-        self._stride_by_folder = {
+        self._stride_by_folder_name = {
             folder_name: run_log.identity.worker.stride
             for folder_name, run_log in log_by_folder.items()
             if run_log.identity
         }
         self.complete: bool = (
             set(log_by_folder) == set(expected_names(log_by_folder))
-            and not self._unfinished_folders
+            and not self._unfinished_folder_names
         )
         hook_descriptions = self.metadata.get("hooks", ())
         canonical_name_by_alias = recorded_aliases(hook_descriptions)
@@ -139,14 +139,14 @@ class ActivationDataset(Samples):
             for folder_name in log_by_folder
             for commit in log_by_folder[folder_name].commits_in_order
         ]
-        shard_description_by_hook_name = {
+        description_in_commit_by_hook_name = {
             hook_description["name"]: hook_description
             for _, commit in folder_names_and_commits
             for hook_description in commit.hooks
         }
         stored_hook_by_name = {
             hook_name: self.identity.recorded_hook(
-                shard_description_by_hook_name.get(hook_name, {})
+                description_in_commit_by_hook_name.get(hook_name, {})
                 | description_by_hook_name[hook_name]
             )
             for hook_name in chosen_hook_names
@@ -282,77 +282,88 @@ class ActivationDataset(Samples):
                 the run is still going on.
             OSError: If a shard or a table is damaged.
         """
-        sample_index = self.number(index)
-        sample_facts = self.shards.facts(sample_index)
-        folder, _ = self.shards.folder_names_and_commits[self.shards.shard_of(sample_index)]
-        piece_location = piece_of(sample_facts.row)
-        if piece_location is None:
+        nonnegative_sample_index = self.number(index)
+        sample_facts = self.shards.facts(nonnegative_sample_index)
+        shard_index = self.shards.shard_of(nonnegative_sample_index)
+        folder_name, _ = self.shards.folder_names_and_commits[shard_index]
+        piece_number_start_and_row = piece_of(sample_facts.row)
+        if piece_number_start_and_row is None:
             return self[index]
-        piece_number, _, document_row_position = piece_location
+        piece_number, _, document_row_position = piece_number_start_and_row
         # The `sample_idx` of consecutive pieces of a document differ by `sample_idx_stride`. The
         # pieces may be in any shards of the host.
-        sample_idx_stride = self._stride_by_folder[folder]
-        starts_of_pieces = list[int]()
+        sample_idx_stride = self._stride_by_folder_name[folder_name]
+        start_token_indices_of_pieces = list[int]()
         sample_indices_of_pieces = list[int]()
-        first_sample_idx = sample_facts.sample_idx - piece_number * sample_idx_stride
+        sample_idx_of_first_piece = sample_facts.sample_idx - piece_number * sample_idx_stride
         while (
-            next_sample_index := self.shards.find(
-                folder, first_sample_idx + len(sample_indices_of_pieces) * sample_idx_stride
+            sample_index_of_next_piece := self.shards.find(
+                folder_name,
+                sample_idx_of_first_piece + len(sample_indices_of_pieces) * sample_idx_stride,
             )
         ) is not None:
-            piece_location = piece_of(self.shards.facts(next_sample_index).row)
-            if piece_location is None:
+            piece_number_start_and_row = piece_of(self.shards.facts(sample_index_of_next_piece).row)
+            if piece_number_start_and_row is None:
                 break
-            next_piece_number, piece_start, next_document_row_position = piece_location
+            (
+                next_piece_number,
+                start_token_index_of_next_piece,
+                row_position_of_next_piece,
+            ) = piece_number_start_and_row
             if (
                 next_piece_number != len(sample_indices_of_pieces)
-                or next_document_row_position != document_row_position
+                or row_position_of_next_piece != document_row_position
             ):
                 break
-            starts_of_pieces.append(piece_start)
-            sample_indices_of_pieces.append(next_sample_index)
+            start_token_indices_of_pieces.append(start_token_index_of_next_piece)
+            sample_indices_of_pieces.append(sample_index_of_next_piece)
         if piece_number >= len(sample_indices_of_pieces):
             raise ValueError(
                 f"sample {index}: is piece {piece_number} of its document, of which piece "
                 f"{len(sample_indices_of_pieces)} is missing"
             )
-        if next_sample_index is None and folder in self._unfinished_folders:
+        if sample_index_of_next_piece is None and folder_name in self._unfinished_folder_names:
             raise ValueError(
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return self._joined(sample_indices_of_pieces, starts_of_pieces)
+        return self._joined(sample_indices_of_pieces, start_token_indices_of_pieces)
 
     def _sample(self, index: int) -> SampleActivations:
         return self._joined([index], [0])
 
     def _joined(
-        self, piece_indices: Sequence[int], starts_of_pieces: Sequence[int]
+        self,
+        sample_indices_of_pieces: Sequence[int],
+        start_token_indices_of_pieces: Sequence[int],
     ) -> SampleActivations:
         """Returns the pieces of a document as one sample.
 
         Args:
-            piece_indices: The index of each piece in the dataset, in the order of the document.
-            starts_of_pieces: For each piece, the position in the document of its first token.
+            sample_indices_of_pieces: For each piece, in the order of the document, the index of its
+                sample in the dataset.
+            start_token_indices_of_pieces: For each piece, the index in the document of its first
+                token.
         """
-        first_piece_facts = self.shards.facts(piece_indices[0])
-        last_piece_facts = self.shards.facts(piece_indices[-1])
+        first_piece_facts = self.shards.facts(sample_indices_of_pieces[0])
+        last_piece_facts = self.shards.facts(sample_indices_of_pieces[-1])
         token_source = self._all_tokens
-        piece_chunks = [
-            piece_chunk
-            for piece_index in piece_indices
-            for (piece_chunk,) in token_source.by_shard(np.array([piece_index]))
+        whole_piece_chunks = [
+            whole_piece_chunk
+            for sample_index_of_piece in sample_indices_of_pieces
+            for (whole_piece_chunk,) in token_source.by_shard(np.array([sample_index_of_piece]))
         ]
-        piece_tokens = token_source.whole_tokens(piece_chunks)
-        piece_start_of_token = np.repeat(
-            np.array(starts_of_pieces, np.int32), [len(piece_chunk) for piece_chunk in piece_chunks]
+        token_batch_of_document = token_source.whole_tokens(whole_piece_chunks)
+        piece_start_indices_of_tokens = np.repeat(
+            np.array(start_token_indices_of_pieces, np.int32),
+            [len(whole_piece_chunk) for whole_piece_chunk in whole_piece_chunks],
         )
         return SampleActivations(
             **vars(replace(first_piece_facts, cut=last_piece_facts.cut)),
-            activations=piece_tokens.activations,
-            token_ids=piece_tokens.token_ids,
-            position=piece_start_of_token + piece_tokens.position,
-            **piece_tokens.labels,
+            activations=token_batch_of_document.activations,
+            token_ids=token_batch_of_document.token_ids,
+            position=piece_start_indices_of_tokens + token_batch_of_document.position,
+            **token_batch_of_document.labels,
         )
 
     @cached_property
@@ -407,7 +418,7 @@ class ActivationDataset(Samples):
             )
             if len(sample_mask) and not sample_mask.any():
                 raise ValueError(f"where: chooses none of {counted(len(sample_mask), 'sample')}")
-        options_of_run = replace(
+        resolved_options = replace(
             options,
             hooks=tuple(chosen_hook_names),
             max_norm=self._limits(chosen_hook_names, options.max_norm),
@@ -425,7 +436,7 @@ class ActivationDataset(Samples):
             else hashlib.sha256(np.packbits(sample_mask).tobytes()).hexdigest(),
             columns=self._known_columns(options.columns),
         )
-        return TokenSource(self.shards, options_of_run, sample_mask)
+        return TokenSource(self.shards, resolved_options, sample_mask)
 
     def _limits(self, hook_names: Sequence[str], max_norm: Any) -> dict[str, float]:
         """Returns the largest norm at each hook that has a limit, by the hook's canonical name.
@@ -508,14 +519,14 @@ class ActivationDataset(Samples):
         """
         chosen_roles = [roles] if isinstance(roles, str) else list(roles)
         stored_roles = self.identity.text.roles or ROLES
-        message_about_stored_roles = "has no roles; only runs of conversations do"
+        stored_roles_clause = "has no roles; only runs of conversations do"
         if not len(self) or "role" in self.shards.get(0).label_names:
-            message_about_stored_roles = f"has tokens of {', '.join(stored_roles)}"
+            stored_roles_clause = f"has tokens of {', '.join(stored_roles)}"
             if chosen_roles and set(chosen_roles) <= {*stored_roles}:
                 return tuple(role for role in ROLES if role in chosen_roles)
         raise ValueError(
             f"roles: {', '.join(chosen_roles) or 'none'} asked for; {self.url} "
-            f"{message_about_stored_roles}"
+            f"{stored_roles_clause}"
         )
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:

@@ -51,14 +51,17 @@ class StrongestTokens:
         tokens_per_feature: Number of tokens to keep for each feature, K.
 
     Attributes:
-        values: Largest values of each feature, float32 (F, K), in descending order. If a feature is
-            active on fewer than K tokens, -inf fills the rest of its K values.
+        largest_values_of_features: Largest values of each feature, float32 (F, K), in descending
+            order. If a feature is active on fewer than K tokens, -inf fills the rest of its K
+            values.
         token_indices: Indices of the tokens with these values, counted from 0 over all shards of a
             dataset, int64 (F, K). The index is 0 where the value is -inf.
     """
 
     def __init__(self, feature_count: int, tokens_per_feature: int) -> None:
-        self.values = np.full((feature_count, tokens_per_feature), -np.inf, np.float32)
+        self.largest_values_of_features = np.full(
+            (feature_count, tokens_per_feature), -np.inf, np.float32
+        )
         self.token_indices = np.zeros((feature_count, tokens_per_feature), np.int64)
 
     def add(self, feature_ids: np.ndarray, values: np.ndarray, token_indices: np.ndarray) -> None:
@@ -73,8 +76,8 @@ class StrongestTokens:
             token_indices: Index of the token of each value, counted from 0 over all shards of the
                 dataset, int64 (n,).
         """
-        tokens_per_feature = self.values.shape[1]
-        large_enough_mask = values > self.values[feature_ids, -1]
+        tokens_per_feature = self.largest_values_of_features.shape[1]
+        large_enough_mask = values > self.largest_values_of_features[feature_ids, -1]
         # The indices that sort by feature, and then by descending value.
         sorting_indices = np.lexsort((-values[large_enough_mask], feature_ids[large_enough_mask]))
         feature_ids = feature_ids[large_enough_mask][sorting_indices]
@@ -84,13 +87,13 @@ class StrongestTokens:
             feature_ids, return_index=True, return_counts=True
         )
         # Rank of each added value among the added values of its feature, 0 for the largest value.
-        ranks_among_added_values = np.arange(len(feature_ids)) - np.repeat(
+        value_ranks_within_feature = np.arange(len(feature_ids)) - np.repeat(
             first_indices, value_counts
         )
-        updated_feature_index_of_value = np.repeat(
+        updated_feature_indices_of_values = np.repeat(
             np.arange(len(updated_feature_ids)), value_counts
         )
-        candidate_mask = ranks_among_added_values < tokens_per_feature
+        candidate_mask = value_ranks_within_feature < tokens_per_feature
         # Each updated feature has 2 K candidates: first the K values that were kept so far, and
         # then up to K added values. Among equal values, a stable sort prefers the values that were
         # kept so far.
@@ -98,18 +101,24 @@ class StrongestTokens:
             (len(updated_feature_ids), 2 * tokens_per_feature), -np.inf, np.float32
         )
         candidate_token_indices = np.zeros(candidate_values.shape, np.int64)
-        candidate_values[:, :tokens_per_feature] = self.values[updated_feature_ids]
+        candidate_values[:, :tokens_per_feature] = self.largest_values_of_features[
+            updated_feature_ids
+        ]
         candidate_token_indices[:, :tokens_per_feature] = self.token_indices[updated_feature_ids]
-        indices_of_added_candidates = (
-            updated_feature_index_of_value[candidate_mask],
-            tokens_per_feature + ranks_among_added_values[candidate_mask],
+        rows_of_added_candidates = updated_feature_indices_of_values[candidate_mask]
+        columns_of_added_candidates = (
+            tokens_per_feature + value_ranks_within_feature[candidate_mask]
         )
-        candidate_values[indices_of_added_candidates] = added_values[candidate_mask]
-        candidate_token_indices[indices_of_added_candidates] = token_indices[candidate_mask]
+        candidate_values[rows_of_added_candidates, columns_of_added_candidates] = added_values[
+            candidate_mask
+        ]
+        candidate_token_indices[rows_of_added_candidates, columns_of_added_candidates] = (
+            token_indices[candidate_mask]
+        )
         indices_of_largest_candidates = np.argsort(-candidate_values, axis=1, kind="stable")[
             :, :tokens_per_feature
         ]
-        self.values[updated_feature_ids] = np.take_along_axis(
+        self.largest_values_of_features[updated_feature_ids] = np.take_along_axis(
             candidate_values, indices_of_largest_candidates, 1
         )
         self.token_indices[updated_feature_ids] = np.take_along_axis(
@@ -138,30 +147,30 @@ def feature_table(
     """
     from tqdm import tqdm  # imported late, because other readers of a run do not need tqdm
 
-    hook_name = dataset.hooks.canonical_name_by_alias.get(hook, hook)
+    canonical_hook_name = dataset.hooks.canonical_name_by_alias.get(hook, hook)
     names_of_code_hooks = [
-        name_of_read_hook
-        for name_of_read_hook, stored_hook in dataset.shards.stored_hook_by_name.items()
+        hook_name
+        for hook_name, stored_hook in dataset.shards.stored_hook_by_name.items()
         if not stored_hook.values_are_array
     ]
     if not dataset.identity.code_hooks:
         raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
-    if hook_name not in names_of_code_hooks:
+    if canonical_hook_name not in names_of_code_hooks:
         raise ValueError(
-            f"hook {hook_name!r} has no codes or is not read; codes are read at "
+            f"hook {canonical_hook_name!r} has no codes or is not read; codes are read at "
             f"{', '.join(names_of_code_hooks) or 'no hook'}"
         )
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
-    feature_count = dataset.hooks[hook_name]
+    feature_count = dataset.hooks[canonical_hook_name]
     num_earlier_tokens = 0  # number of tokens in earlier batches
     active_token_counts_of_features = np.zeros(feature_count, np.int64)
     value_sums_of_features = np.zeros(feature_count)
     strongest_tokens = StrongestTokens(feature_count, contexts)
     progress_settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
     with tqdm(total=dataset.tokens, **progress_settings) as progress_bar:
-        for batch in dataset.batches(BATCH_TOKENS, [hook_name]):
-            codes = batch[hook_name]
+        for batch in dataset.batches(BATCH_TOKENS, [canonical_hook_name]):
+            codes = batch[canonical_hook_name]
             token_indices_of_values = np.repeat(
                 np.arange(num_earlier_tokens, num_earlier_tokens + len(batch)),
                 np.diff(codes.indptr),
@@ -185,7 +194,9 @@ def feature_table(
         "tokens": active_token_counts_of_features,
         "frequency": active_token_counts_of_features / max(num_earlier_tokens, 1),
         "mean": pyarrow.array(mean_values_of_features, mask=~active_feature_mask),
-        "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~active_feature_mask),
+        "maximum": pyarrow.array(
+            strongest_tokens.largest_values_of_features[:, 0], mask=~active_feature_mask
+        ),
         "contexts": _contexts(dataset, strongest_tokens, around),
     }
     return pyarrow.table(columns_by_name)
@@ -206,16 +217,14 @@ def _contexts(
         feature in `strongest_tokens`, the strongest token first. The struct has the fields of
         CONTEXT: the feature's value, the place of the token, and the tokens around it.
     """
-    # Mask of shape (F, K). It is False where -inf fills up the values of a feature that is active
-    # on few tokens.
-    context_mask = np.isfinite(strongest_tokens.values)
-    values_of_contexts = strongest_tokens.values[context_mask]
-    token_indices_of_contexts = strongest_tokens.token_indices[context_mask]
-    first_token_indices_of_shards = np.cumsum(
-        [0, *(commit.tokens for commit in dataset.shards.commits)]
-    )
+    # Mask of shape (F, K). It is True for every token that was found, and False where -inf fills up
+    # the values of a feature that is active on fewer than K tokens.
+    filled_context_mask = np.isfinite(strongest_tokens.largest_values_of_features)
+    values_of_contexts = strongest_tokens.largest_values_of_features[filled_context_mask]
+    token_indices_of_contexts = strongest_tokens.token_indices[filled_context_mask]
+    token_offsets_of_shards = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
     shard_indices_of_contexts = (
-        np.searchsorted(first_token_indices_of_shards, token_indices_of_contexts, "right") - 1
+        np.searchsorted(token_offsets_of_shards, token_indices_of_contexts, "right") - 1
     )
     token_id_decoder: Callable[[np.ndarray], str] | None = None
     with suppress(LookupError):
@@ -227,11 +236,13 @@ def _contexts(
     context_tables_of_shards = [CONTEXT.empty_table()]
     for shard_index in np.unique(shard_indices_of_contexts).tolist():
         shard_reader = dataset.shards.get(shard_index)
-        shard_context_indices = np.flatnonzero(shard_indices_of_contexts == shard_index)
-        token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard_index].tokens)()
+        context_indices_of_this_shard = np.flatnonzero(shard_indices_of_contexts == shard_index)
+        token_array_by_field_name = shard_reader.begin_tokens(
+            0, dataset.shards.commits[shard_index].tokens
+        )()
         token_indices_in_shard = (
-            token_indices_of_contexts[shard_context_indices]
-            - first_token_indices_of_shards[shard_index]
+            token_indices_of_contexts[context_indices_of_this_shard]
+            - token_offsets_of_shards[shard_index]
         )
         sample_indices_of_tokens = (
             np.searchsorted(shard_reader.sample_offsets, token_indices_in_shard, "right") - 1
@@ -244,13 +255,13 @@ def _contexts(
             token_indices_in_shard + around + 1,
         )
         token_ids_of_contexts = [
-            token_fields["token_ids"][context_start:context_stop]
+            token_array_by_field_name["token_ids"][context_start:context_stop]
             for context_start, context_stop in zip(context_starts, context_stops, strict=True)
         ]
         context_columns = {
-            "value": values_of_contexts[shard_context_indices],
+            "value": values_of_contexts[context_indices_of_this_shard],
             "sample_idx": shard_reader.sample_numbers[sample_indices_of_tokens],
-            "position": token_fields["position"][token_indices_in_shard],
+            "position": token_array_by_field_name["position"][token_indices_in_shard],
             "token_ids": token_ids_of_contexts,
             "token": token_indices_in_shard - context_starts,
             "text": [
@@ -258,12 +269,12 @@ def _contexts(
                 for context_token_ids in token_ids_of_contexts
             ],
         }
-        context_indices_of_shards.append(shard_context_indices)
+        context_indices_of_shards.append(context_indices_of_this_shard)
         context_tables_of_shards.append(pyarrow.table(context_columns, CONTEXT))
     context_table = pyarrow.concat_tables(context_tables_of_shards).take(
         np.argsort(np.concatenate(context_indices_of_shards))
     )
-    context_offsets_of_features = np.cumsum([0, *context_mask.sum(axis=1)], dtype=np.int32)
+    context_offsets_of_features = np.cumsum([0, *filled_context_mask.sum(axis=1)], dtype=np.int32)
     return pyarrow.ListArray.from_arrays(
         context_offsets_of_features, context_table.to_struct_array().combine_chunks()
     )

@@ -68,54 +68,60 @@ class AlignedRuns:
 
     def __init__(self, *runs: "ActivationDataset") -> None:
         self.runs = runs
-        urls_phrase = without_secrets(" and ".join(run.url for run in runs))
-        for run in runs[1:]:
-            data_files_of_runs = runs[0].data_files, run.data_files
+        urls_phrase = without_secrets(" and ".join(dataset.url for dataset in runs))
+        for dataset in runs[1:]:
+            data_files_of_runs = runs[0].data_files, dataset.data_files
             for setting_name, first_value, other_value in runs[0].identity.other_samples(
-                run.identity, *data_files_of_runs
+                dataset.identity, *data_files_of_runs
             ):
                 message = (
-                    f"{runs[0].url} and {run.url}: their samples are not those of the same data: "
-                    f"{setting_name} is {shown(first_value, other_value)} in one and "
+                    f"{runs[0].url} and {dataset.url}: their samples are not those of the same "
+                    f"data: {setting_name} is {shown(first_value, other_value)} in one and "
                     f"{shown(other_value, first_value)} in the other"
                 )
                 raise ValueError(without_secrets(message))
-        row_tables = [_row_table(run, str(run_index)) for run_index, run in enumerate(runs)]
+        row_tables = [_row_table(dataset, str(run_index)) for run_index, dataset in enumerate(runs)]
         joined_table = reduce(
             lambda left_table, right_table: left_table.join(right_table, "row", join_type="inner"),
             row_tables,
         )
-        # Indices of the common samples in each run, int64 (runs, samples). A column is one sample.
-        # Columns have the order of the first run.
-        self._sample_indices = np.stack(joined_table.sort_by("0").drop_columns("row").columns)
+        # Indices of the common samples in each run, int64 (runs, samples). Each column is a sample,
+        # and the columns have the order of the first run.
+        self._sample_indices_of_runs = np.stack(
+            joined_table.sort_by("0").drop_columns("row").columns
+        )
         if not len(self):
             raise ValueError(f"{urls_phrase}: no row of the data set has a sample in each of them")
-        self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
-        sample_token_counts_of_runs = [run.shards.columns(["tokens"])["tokens"] for run in runs]
-        # For each run, an array with the token count of each sample that all runs have.
-        common_token_counts_of_runs = [
+        self.unpaired_samples = tuple(len(dataset) - len(self) for dataset in runs)
+        sample_token_counts_of_runs = [
+            dataset.shards.columns(["tokens"])["tokens"] for dataset in runs
+        ]
+        # For each run, an array with its token count of each sample that all runs have.
+        common_sample_token_counts_of_runs = [
             token_counts_of_run[sample_indices].astype(int)
             for token_counts_of_run, sample_indices in zip(
-                sample_token_counts_of_runs, self._sample_indices, strict=True
+                sample_token_counts_of_runs, self._sample_indices_of_runs, strict=True
             )
         ]
-        for run, num_left_out_samples, token_counts_of_run in zip(
-            runs, self.unpaired_samples, common_token_counts_of_runs, strict=True
+        for dataset, num_left_out_samples, token_counts_of_run in zip(
+            runs, self.unpaired_samples, common_sample_token_counts_of_runs, strict=True
         ):
             if num_left_out_samples:
                 left_out_samples_phrase = counted(num_left_out_samples, "sample")
-                num_left_out_tokens = run.tokens - token_counts_of_run.sum()
+                num_left_out_tokens = dataset.tokens - token_counts_of_run.sum()
                 left_out_tokens_phrase = counted(num_left_out_tokens, "token")
                 log.warning(
                     "%s: %s (%s) left out: not all runs have them",
-                    run.url,
+                    dataset.url,
                     left_out_samples_phrase,
                     left_out_tokens_phrase,
                 )
         if any(
-            run.identity.kept_tokens != runs[0].identity.kept_tokens
-            or (token_counts_of_run != common_token_counts_of_runs[0]).any()
-            for run, token_counts_of_run in zip(runs, common_token_counts_of_runs, strict=True)
+            dataset.identity.kept_tokens != runs[0].identity.kept_tokens
+            or (token_counts_of_run != common_sample_token_counts_of_runs[0]).any()
+            for dataset, token_counts_of_run in zip(
+                runs, common_sample_token_counts_of_runs, strict=True
+            )
         ):
             log.warning(
                 "%s: store different tokens of the same samples; only those that all have are read",
@@ -123,7 +129,7 @@ class AlignedRuns:
             )
 
     def __len__(self) -> int:
-        return self._sample_indices.shape[1]
+        return self._sample_indices_of_runs.shape[1]
 
     def _batches(
         self, make_batch: Any, hooks: Sequence[list[str]], options: BatchOptions
@@ -141,44 +147,48 @@ class AlignedRuns:
         Raises:
             ValueError: If an option is invalid for these runs.
         """
-        runs_and_hook_names = list(zip(self.runs, hooks, strict=True))
+        datasets_and_hook_names = list(zip(self.runs, hooks, strict=True))
         bytes_per_token = sum(
-            run.shards.bytes_per_token(hook_names) for run, hook_names in runs_and_hook_names
+            dataset.shards.bytes_per_token(hook_names)
+            for dataset, hook_names in datasets_and_hook_names
         )
-        are_all_runs_local = all(run.shards.is_local for run in self.runs)
+        are_all_runs_local = all(dataset.shards.is_local for dataset in self.runs)
         num_buffer_tokens = options.buffer or default_buffer(
             options, sum(map(len, hooks)), bytes_per_token, are_all_runs_local
         )
-        hook_names_with_limits = (
+        hook_names_with_unused_max_norm = (
             set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         )
-        read_hook_names_with_limits = set[str]()
         token_sources = list[TokenSource]()
-        for run, hook_names in runs_and_hook_names:
-            norm_limits_of_run = options.max_norm
-            canonical_name_by_alias = run.hooks.canonical_name_by_alias
-            if isinstance(norm_limits_of_run, Mapping):
-                norm_limits_of_run = {
+        for dataset, hook_names in datasets_and_hook_names:
+            max_norm_of_run = options.max_norm
+            canonical_name_by_alias = dataset.hooks.canonical_name_by_alias
+            if isinstance(options.max_norm, Mapping):
+                max_norm_by_hook_name = {
                     hook_name: norm_limit
-                    for hook_name, norm_limit in norm_limits_of_run.items()
+                    for hook_name, norm_limit in options.max_norm.items()
                     if canonical_name_by_alias.get(hook_name, hook_name) in hook_names
                 }
-                read_hook_names_with_limits |= norm_limits_of_run.keys()
+                hook_names_with_unused_max_norm -= max_norm_by_hook_name.keys()
+                max_norm_of_run = max_norm_by_hook_name
             sample_filter_of_run = (
                 options.where if callable(options.where) or not token_sources else None
             )
-            options_of_run = dict(
+            batch_options_of_run = replace(
+                options,
                 hooks=hook_names,
                 buffer=num_buffer_tokens,
-                max_norm=norm_limits_of_run,
+                max_norm=max_norm_of_run,
                 where=sample_filter_of_run,
             )
-            token_sources.append(run.source(replace(options, **options_of_run)))
-        for hook_name in hook_names_with_limits - read_hook_names_with_limits:
+            token_sources.append(dataset.source(batch_options_of_run))
+        for hook_name in hook_names_with_unused_max_norm:
             raise ValueError(f"max_norm: hook {hook_name!r} is not read")
-        token_sources[0] = token_sources[0].of(self._sample_indices[0])
+        token_sources[0] = token_sources[0].of(self._sample_indices_of_runs[0])
         return Batches(
-            token_sources, make_batch, partial(aligned_reader, token_sources, self._sample_indices)
+            token_sources,
+            make_batch,
+            partial(aligned_reader, token_sources, self._sample_indices_of_runs),
         )
 
 
@@ -222,7 +232,7 @@ class PairedRuns(AlignedRuns):
         Raises:
             ValueError: If an argument is invalid for these runs.
         """
-        hook_names_of_runs = [run.hooks.chosen(run.url, hooks) for run in self.runs]
+        hook_names_of_runs = [dataset.hooks.chosen(dataset.url, hooks) for dataset in self.runs]
         return self._batches(TokenPair._make, hook_names_of_runs, BatchOptions(size, **options))
 
 
@@ -250,8 +260,8 @@ class JoinedRuns(AlignedRuns, Samples):
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
-        self.hooks: ByHook[int] = _joined_hooks([run.hooks for run in runs])
-        self.dtypes: ByHook[np.dtype] = _joined_hooks([run.dtypes for run in runs])
+        self.hooks: ByHook[int] = _joined_hooks([dataset.hooks for dataset in runs])
+        self.dtypes: ByHook[np.dtype] = _joined_hooks([dataset.dtypes for dataset in runs])
         super().__init__(*runs)
 
     @cached_property
@@ -261,7 +271,7 @@ class JoinedRuns(AlignedRuns, Samples):
         Each hook belongs to exactly one of the runs. Its statistics cover all tokens of this run,
         also the tokens that another run lacks.
         """
-        return _joined_hooks([run.statistics for run in self.runs])
+        return _joined_hooks([dataset.statistics for dataset in self.runs])
 
     @cached_property
     def samples(self) -> pyarrow.Table:
@@ -270,7 +280,7 @@ class JoinedRuns(AlignedRuns, Samples):
         The column `tokens` contains the number of tokens that the first run stores of a sample,
         which may be larger than the number of tokens that all runs have.
         """
-        return self.runs[0].samples.take(self._sample_indices[0])
+        return self.runs[0].samples.take(self._sample_indices_of_runs[0])
 
     def join(self, other: Any) -> "JoinedRuns":
         """Returns a dataset that also has the hooks of another run (see `ActivationDataset.join`).
@@ -308,8 +318,8 @@ class JoinedRuns(AlignedRuns, Samples):
         """
         chosen_hook_names = self.hooks.chosen("the joined runs", hooks)
         hook_names_of_runs = [
-            [hook_name for hook_name in chosen_hook_names if hook_name in run.hooks]
-            for run in self.runs
+            [hook_name for hook_name in chosen_hook_names if hook_name in dataset.hooks]
+            for dataset in self.runs
         ]
         batch_options = BatchOptions(size, **options)
         if (sample_filter := batch_options.where) is not None:
@@ -317,7 +327,7 @@ class JoinedRuns(AlignedRuns, Samples):
                 sample_filter(self.samples) if callable(sample_filter) else sample_filter, len(self)
             )
             sample_mask_of_first_run = np.isin(
-                np.arange(len(self.runs[0])), self._sample_indices[0][sample_mask]
+                np.arange(len(self.runs[0])), self._sample_indices_of_runs[0][sample_mask]
             )
             batch_options = replace(batch_options, where=sample_mask_of_first_run)
         return self._batches(_joined, hook_names_of_runs, batch_options)
@@ -332,21 +342,25 @@ class JoinedRuns(AlignedRuns, Samples):
         Raises:
             ValueError: If two runs have different ids for the same token.
         """
-        sample_indices_of_runs = self._sample_indices[:, index].tolist()
+        indices_of_sample_in_runs = self._sample_indices_of_runs[:, index].tolist()
         samples = [
-            run[sample_index_in_run]
-            for run, sample_index_in_run in zip(self.runs, sample_indices_of_runs, strict=True)
+            dataset[sample_index_in_run]
+            for dataset, sample_index_in_run in zip(
+                self.runs, indices_of_sample_in_runs, strict=True
+            )
         ]
         common_positions = reduce(np.intersect1d, (sample.position for sample in samples))
         first_sample, *other_samples = (
             _at_positions(sample, common_positions) for sample in samples
         )
-        for run, other_sample in zip(self.runs[1:], other_samples, strict=True):
-            _check_same_tokens((self.runs[0].url, run.url), first_sample, other_sample)
+        for dataset, other_sample in zip(self.runs[1:], other_samples, strict=True):
+            _check_same_tokens((self.runs[0].url, dataset.url), first_sample, other_sample)
         return _joined([first_sample, *other_samples])
 
 
-def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndarray) -> ReadChunk:
+def aligned_reader(
+    token_sources: Sequence[TokenSource], sample_indices_of_runs: np.ndarray
+) -> ReadChunk:
     """Returns a function that reads a chunk, and keeps the tokens that all runs have.
 
     If a run other than the first stores pickles, the tokens of a whole shard of the first run are
@@ -356,8 +370,8 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
     Args:
         token_sources: The TokenSource of each run. The `sample_mask` of the first TokenSource tells
             which samples are read.
-        sample_indices: Indices of the common samples in each run, int64 (runs, samples). A column
-            is one sample. Columns have the order of the first run.
+        sample_indices_of_runs: Indices of the common samples in each run, int64 (runs, samples).
+            Each column is a sample, and the columns have the order of the first run.
 
     Returns:
         A function that takes a chunk of the first run (consecutive tokens of a shard), and returns
@@ -365,8 +379,8 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
         the same token in all blocks, and this token passes the filters of all runs.
     """
     first_token_source, *other_token_sources = token_sources
-    wanted_sample_mask = np.asarray(first_token_source.sample_mask)[sample_indices[0]]
-    wanted_sample_indices = sample_indices[:, wanted_sample_mask]
+    wanted_sample_mask = np.asarray(first_token_source.sample_mask)[sample_indices_of_runs[0]]
+    wanted_sample_indices_of_runs = sample_indices_of_runs[:, wanted_sample_mask]
     needs_whole_shards = not all(
         token_source.shards.can_read_ranges for token_source in other_token_sources
     )
@@ -378,59 +392,63 @@ def aligned_reader(token_sources: Sequence[TokenSource], sample_indices: np.ndar
         first_run_tokens = first_token_source.tokens([chunk])
         first_sample_index, last_sample_index = first_run_tokens.sample_indices[[0, -1]]
         start_column, stop_column = np.searchsorted(
-            wanted_sample_indices[0], [first_sample_index, last_sample_index + 1]
+            wanted_sample_indices_of_runs[0], [first_sample_index, last_sample_index + 1]
         )
-        partner_blocks = [
-            _partners(
+        token_blocks_of_other_runs = [
+            _find_in_other_run(
                 first_token_source,
                 token_source,
                 first_run_tokens,
-                wanted_sample_indices[[0, run_index], start_column:stop_column],
+                wanted_sample_indices_of_runs[[0, run_index], start_column:stop_column],
             )
             for run_index, token_source in enumerate(other_token_sources, 1)
         ]
-        return first_run_tokens, partner_blocks
+        return first_run_tokens, token_blocks_of_other_runs
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
-        aligned_chunk = first_token_source.whole(chunk.shard_index) if needs_whole_shards else chunk
-        first_run_tokens, partner_blocks = align(aligned_chunk)
-        start_in_aligned_chunk = chunk.start_token_index - aligned_chunk.start_token_index
-        stop_in_aligned_chunk = start_in_aligned_chunk + len(chunk)
+        chunk_to_align = (
+            first_token_source.whole(chunk.shard_index) if needs_whole_shards else chunk
+        )
+        first_run_tokens, token_blocks_of_other_runs = align(chunk_to_align)
+        start_in_alignment = chunk.start_token_index - chunk_to_align.start_token_index
+        stop_in_alignment = start_in_alignment + len(chunk)
         in_all_runs_token_mask = np.all(
             [
-                partner_block.wanted_token_indices[start_in_aligned_chunk:stop_in_aligned_chunk]
+                token_block_of_other_run.wanted_token_indices[start_in_alignment:stop_in_alignment]
                 >= 0
-                for partner_block in partner_blocks
+                for token_block_of_other_run in token_blocks_of_other_runs
             ],
             axis=0,
         )
-        common_token_indices = start_in_aligned_chunk + np.flatnonzero(in_all_runs_token_mask)
-        first_run_block = first_token_source.with_activations(
+        common_token_indices = start_in_alignment + np.flatnonzero(in_all_runs_token_mask)
+        token_block_of_first_run = first_token_source.with_activations(
             first_run_tokens, common_token_indices
         )
-        within_max_norm_token_mask = first_token_source.within_max_norm_token_mask(first_run_block)
-        blocks_of_runs = (
-            first_run_block,
+        within_max_norm_token_mask = first_token_source.within_max_norm_token_mask(
+            token_block_of_first_run
+        )
+        token_blocks_of_runs = (
+            token_block_of_first_run,
             *(
                 Block(
-                    partner_block.token_batch,
-                    partner_block.wanted_token_indices[common_token_indices],
+                    token_block_of_other_run.token_batch,
+                    token_block_of_other_run.wanted_token_indices[common_token_indices],
                 )
-                for partner_block in partner_blocks
+                for token_block_of_other_run in token_blocks_of_other_runs
             ),
         )
         return tuple(
             Block(
-                block_of_run.token_batch,
-                block_of_run.wanted_token_indices[within_max_norm_token_mask],
+                token_block_of_run.token_batch,
+                token_block_of_run.wanted_token_indices[within_max_norm_token_mask],
             )
-            for block_of_run in blocks_of_runs
+            for token_block_of_run in token_blocks_of_runs
         )
 
     return read
 
 
-def _partners(
+def _find_in_other_run(
     first_token_source: TokenSource,
     other_token_source: TokenSource,
     first_run_tokens: ChunkTokens,
@@ -461,24 +479,25 @@ def _partners(
     sample_indices_in_first_run, sample_indices_in_other_run = sample_pairs[
         :, np.argsort(sample_pairs[1])
     ]
-    # One integer for each token. Its upper 32 bits are the index of the token's sample in the first
-    # run, and its lower 32 bits are the token's position.
-    packed_sample_and_position_of_token = (
+    # Each token gets an integer as its key. The upper 32 bits are the index of the token's sample
+    # in the first run, and the lower 32 bits are the token's position. Tokens of the two runs are
+    # the same if their keys are equal.
+    first_run_token_keys = (
         first_run_tokens.sample_indices << 32 | first_run_tokens.token_batch.position
     )
-    partner_index_of_token = np.full(len(packed_sample_and_position_of_token), -1)
-    partner_batches = list[TokenBatch]()
+    token_indices_in_other_batch = np.full(len(first_run_token_keys), -1)
+    other_run_batches = list[TokenBatch]()
     for chunks_of_shard in other_token_source.by_shard(sample_indices_in_other_run):
         other_run_tokens = other_token_source.tokens(chunks_of_shard)
-        sample_indices_of_tokens = sample_indices_in_first_run[
+        first_run_sample_indices_of_tokens = sample_indices_in_first_run[
             np.searchsorted(sample_indices_in_other_run, other_run_tokens.sample_indices)
         ]
-        packed_sample_and_position_of_other_token = (
-            sample_indices_of_tokens << 32 | other_run_tokens.token_batch.position
+        other_run_token_keys = (
+            first_run_sample_indices_of_tokens << 32 | other_run_tokens.token_batch.position
         )
         _, token_indices_in_first_run, token_indices_in_other_run = np.intersect1d(
-            packed_sample_and_position_of_token,
-            packed_sample_and_position_of_other_token,
+            first_run_token_keys,
+            other_run_token_keys,
             return_indices=True,
         )
         common_batches = (
@@ -492,47 +511,59 @@ def _partners(
             first_run_tokens.wanted_token_mask[token_indices_in_first_run]
             & other_run_tokens.wanted_token_mask[token_indices_in_other_run]
         )
-        partner_block = other_token_source.with_activations(
+        token_block_of_other_run = other_token_source.with_activations(
             other_run_tokens, token_indices_in_other_run[wanted_token_mask]
         )
         if (
             within_max_norm_token_mask := other_token_source.within_max_norm_token_mask(
-                partner_block
+                token_block_of_other_run
             )
         ).any():
-            partner_index_of_token[
+            token_indices_in_other_batch[
                 token_indices_in_first_run[wanted_token_mask][within_max_norm_token_mask]
-            ] = partner_block.wanted_token_indices[within_max_norm_token_mask] + sum(
-                map(len, partner_batches)
+            ] = token_block_of_other_run.wanted_token_indices[within_max_norm_token_mask] + sum(
+                map(len, other_run_batches)
             )
-            partner_batches.append(partner_block.token_batch)
+            other_run_batches.append(token_block_of_other_run.token_batch)
     return Block(
-        concatenate_batches(partner_batches or [first_run_tokens.token_batch]),
-        partner_index_of_token,
+        concatenate_batches(other_run_batches or [first_run_tokens.token_batch]),
+        token_indices_in_other_batch,
     )
 
 
-def _check_same_tokens(urls: Sequence[str], *tokens_of_runs: Any) -> None:
+def _check_same_tokens(urls: Sequence[str], *batches_or_samples: Any) -> None:
     """Raises ValueError if the ids of a token differ between two runs.
 
     Args:
         urls: URLs of the two runs.
-        *tokens_of_runs: A TokenBatch or a SampleActivations of each of the two runs. Token i of
+        *batches_or_samples: A TokenBatch or a SampleActivations of each of the two runs. Token i of
             both comes from the same row of the data set, and has the same position in its sample.
     """
-    tokens_of_first_run, tokens_of_other_run = tokens_of_runs
-    for token_index in np.flatnonzero(
-        tokens_of_first_run.token_ids != tokens_of_other_run.token_ids
-    ):
+    first_batch_or_sample, other_batch_or_sample = batches_or_samples
+    different_token_mask = first_batch_or_sample.token_ids != other_batch_or_sample.token_ids
+    for token_index in np.flatnonzero(different_token_mask).tolist():
         difference_phrase = " but ".join(
-            f"{run_tokens.token_ids[token_index]} in sample "
-            f"{np.broadcast_to(run_tokens.sample_idx, run_tokens.token_ids.shape)[token_index]} "
-            f"of {run_url}"
-            for run_url, run_tokens in zip(urls, tokens_of_runs, strict=True)
+            f"{batch_or_sample.token_ids[token_index]} in sample "
+            f"{_sample_number_of_token(batch_or_sample, token_index)} of {run_url}"
+            for run_url, batch_or_sample in zip(urls, batches_or_samples, strict=True)
         )
-        position = tokens_of_first_run.position[token_index]
+        position = first_batch_or_sample.position[token_index]
         message = f"the token at position {position} of the same row is {difference_phrase}"
         raise ValueError(without_secrets(message))
+
+
+def _sample_number_of_token(batch_or_sample: Any, token_index: int) -> int:
+    """Returns the number (`sample_idx`) of the sample that a token belongs to.
+
+    Args:
+        batch_or_sample: A TokenBatch, which has a number for each token, or a SampleActivations,
+            which has one number for all tokens.
+        token_index: Index of the token in `batch_or_sample`.
+    """
+    sample_numbers_of_tokens = np.broadcast_to(
+        batch_or_sample.sample_idx, batch_or_sample.token_ids.shape
+    )
+    return int(sample_numbers_of_tokens[token_index])
 
 
 def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
@@ -556,18 +587,18 @@ def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
     return joined_value_by_hook
 
 
-def _joined(tokens_of_runs: Sequence[Any]) -> Any:
+def _joined(batches_or_samples: Sequence[Any]) -> Any:
     """Returns one batch or sample with the hooks of all runs.
 
     Args:
-        tokens_of_runs: A TokenBatch of each run, or a SampleActivations of each run, with the same
-            tokens. The result contains the activations of all runs. All of its other arrays, such
-            as the token ids, come from the first run.
+        batches_or_samples: A TokenBatch of each run, or a SampleActivations of each run, with the
+            same tokens. The result contains the activations of all runs. All of its other arrays,
+            such as the token ids, come from the first run.
     """
     joined_activations = _joined_hooks(
-        [tokens_of_run.activations for tokens_of_run in tokens_of_runs]
+        [batch_or_sample.activations for batch_or_sample in batches_or_samples]
     )
-    return replace(tokens_of_runs[0], activations=joined_activations)
+    return replace(batches_or_samples[0], activations=joined_activations)
 
 
 def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleActivations:
@@ -590,11 +621,11 @@ def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleAct
     )
 
 
-def _row_table(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
+def _row_table(dataset: "ActivationDataset", index_column: str) -> pyarrow.Table:
     """Returns a table that tells from which row of the data set each sample of a run comes.
 
     Args:
-        run: Dataset of the run.
+        dataset: Dataset of the run.
         index_column: Name of the column of the result that contains the indices of the samples.
 
     Returns:
@@ -606,7 +637,7 @@ def _row_table(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
         ValueError: If two samples of the run come from the same row.
     """
     sample_index_by_row_json = dict[str, int]()
-    for sample_index, row_position in enumerate(run.shards.columns(["row"])["row"]):
+    for sample_index, row_position in enumerate(dataset.shards.columns(["row"])["row"]):
         if row_position is None:
             continue
         if (
@@ -615,7 +646,7 @@ def _row_table(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
             )
             != sample_index
         ):
-            url = without_secrets(run.url)
+            url = without_secrets(dataset.url)
             raise ValueError(f"{url}: sample {sample_index} has the row of another sample")
     schema = pyarrow.schema({"row": pyarrow.string(), index_column: pyarrow.int64()})
     return pyarrow.table(
