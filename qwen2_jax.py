@@ -429,10 +429,10 @@ def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -
         A `Decoder`, to whose methods the caller passes the parameters of the layers.
     """
     make_layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
-    module_by_type = {
+    module_by_layer_type = {
         layer_type: make_layer(layer_type=layer_type) for layer_type in config.layer_types
     }
-    return Decoder(config, module_by_type)
+    return Decoder(config, module_by_layer_type)
 
 
 class Qwen2(nn.Module):

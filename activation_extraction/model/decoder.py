@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -35,13 +35,21 @@ from activation_extraction.model.parameters import STACKS, ParamPath
 # number, because the caches of a CPU can hold the values of so many tokens.
 TOKENS_AT_ONCE = 2048
 
-# Some layers of a model, as a tuple of two elements:
-#   the stacked parameters of the layers
-#   the mask of the layers whose attention has a sliding window, (layers,) bool; None in a model
-#   without windows
-StackedLayers = tuple[Any, Any]
 # A function that maps the intermediates of a layer, by name, to a pytree of the arrays to keep.
-KeepArrays = Callable[[dict[str, Any]], Any]
+KeptArraysFunction = Callable[[dict[str, Any]], Any]
+
+
+class StackedLayers(NamedTuple):
+    """Some layers of a model, with their parameters stacked.
+
+    Attributes:
+        params: The stacked parameters of the layers, in the form that `Decoder` describes.
+        windowed_layer_mask: Whether each layer's attention has a sliding window, (layers,) bool;
+            None in a model without windows.
+    """
+
+    params: Any
+    windowed_layer_mask: Any
 
 
 @dataclass(frozen=True)
@@ -54,19 +62,19 @@ class Decoder:
 
     Attributes:
         config: The configuration of the model.
-        module_by_type: Type of layer -> its module. The module maps (x, cos_and_sin, segment_ids,
-            has_window) to the residual stream after the layer and the intermediates by name.
-            `has_window` tells whether the layer's attention has a sliding window, () bool; it is
-            None in a model without windows.
+        module_by_layer_type: Type of layer -> its module. The module maps (x, cos_and_sin,
+            segment_ids, has_window) to the residual stream after the layer and the intermediates
+            by name. `has_window` tells whether the layer's attention has a sliding window, () bool;
+            it is None in a model without windows.
     """
 
     config: ModelConfig
-    module_by_type: Mapping[str, Any]
+    module_by_layer_type: Mapping[str, Any]
 
     @property
     def has_several_types(self) -> bool:
         """Returns whether the model has several types of layers."""
-        return len(self.module_by_type) > 1
+        return len(self.module_by_layer_type) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
         """Returns zeros as the stacked parameters of layers, with the logical axes of each array.
@@ -81,16 +89,18 @@ class Decoder:
             The stacked parameters. Each array is in a box of Flax, which adds its logical axes.
         """
         layer_types = self.config.layer_types[:length]
-        stacked_params_by_type = {}
+        stacked_params_by_layer_type = {}
         for layer_type in set(layer_types):
-            layer_count = stages * layer_types.count(layer_type)
-            parameter_box_by_path = {}
-            for parameter_path, parameter_box in self.parameters(layer_type).items():
-                parameter_box_by_path[parameter_path] = _stacked_zeros(parameter_box, layer_count)
-            stacked_params_by_type[layer_type] = unflatten_dict(parameter_box_by_path)
+            layer_count_of_type = stages * layer_types.count(layer_type)
+            stacked_zeros_by_path = {}
+            for parameter_path, parameter_spec in self.parameters(layer_type).items():
+                stacked_zeros_by_path[parameter_path] = _stacked_zeros(
+                    parameter_spec, layer_count_of_type
+                )
+            stacked_params_by_layer_type[layer_type] = unflatten_dict(stacked_zeros_by_path)
         if self.has_several_types:
-            return stacked_params_by_type
-        return stacked_params_by_type[layer_types[0]]
+            return stacked_params_by_layer_type
+        return stacked_params_by_layer_type[layer_types[0]]
 
     def _example_inputs(self) -> tuple[Any, ...]:
         """Returns inputs of a layer's module for a single token, of the right shapes and dtypes.
@@ -104,12 +114,15 @@ class Decoder:
                 Whether the first layer's attention has a sliding window, () bool; None in a model
                 without windows.
         """
-        zero_token_array = jnp.zeros((1, 1), jnp.int32)
-        module_dtype = self.module_by_type[self.config.layer_types[0]].dtype
+        positions = jnp.zeros((1, 1), jnp.int32)
+        segment_ids = jnp.zeros((1, 1), jnp.int32)
+        module_dtype = self.module_by_layer_type[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
-        windowed_layer_mask = self.config.sliding(range(1))
-        has_window = None if windowed_layer_mask is None else windowed_layer_mask[0]
-        return x, rotary_table(zero_token_array, self.config), zero_token_array, has_window
+        windowed_mask_of_first_layer = self.config.sliding(range(1))
+        has_window = (
+            None if windowed_mask_of_first_layer is None else windowed_mask_of_first_layer[0]
+        )
+        return x, rotary_table(positions, self.config), segment_ids, has_window
 
     def stacked(self, params: Any) -> StackedLayers:
         """Combines the stacked parameters of layers with the mask of layers with a sliding window.
@@ -121,12 +134,9 @@ class Decoder:
                 arrays determine the number of layers.
 
         Returns:
-            A tuple of:
-                The stacked parameters, unchanged.
-                Whether each layer's attention has a sliding window, (layers,) bool; None in a model
-                without windows.
+            The stacked parameters, unchanged, and the mask.
         """
-        return params, self.config.sliding(range(self._count(params)))
+        return StackedLayers(params, self.config.sliding(range(self._count(params))))
 
     def _count(self, params: Any) -> int:
         """Returns the number of layers to which stacked parameters belong, from the array shapes.
@@ -134,8 +144,11 @@ class Decoder:
         Args:
             params: The stacked parameters of layers of all types.
         """
-        params_of_types = params.values() if self.has_several_types else [params]
-        return sum(len(jax.tree.leaves(type_params)[0]) for type_params in params_of_types)
+        params_of_layer_types = params.values() if self.has_several_types else [params]
+        return sum(
+            len(jax.tree.leaves(params_of_layer_type)[0])
+            for params_of_layer_type in params_of_layer_types
+        )
 
     def parameters(self, layer_type: str) -> dict[ParamPath, Any]:
         """Returns the shape and the logical axes of each parameter of one layer.
@@ -147,11 +160,11 @@ class Decoder:
             Path of a parameter (a tuple of the names of its modules and its own name) -> Flax's box
             of its logical axes (`names`) around a `jax.ShapeDtypeStruct` (`value`).
         """
-        layer_module = self.module_by_type[layer_type].clone(layout=Layout())
-        nested_parameter_boxes = jax.eval_shape(
+        layer_module = self.module_by_layer_type[layer_type].clone(layout=Layout())
+        nested_parameter_specs = jax.eval_shape(
             lambda: _init(layer_module, jax.random.key(0), *self._example_inputs())
         )
-        return flatten_dict(nested_parameter_boxes)
+        return flatten_dict(nested_parameter_specs)
 
     def scan(
         self,
@@ -159,7 +172,7 @@ class Decoder:
         body: Callable,
         carry: Any,
         per_layer: Any = None,
-        keep: KeepArrays = lambda _: None,
+        keep: KeptArraysFunction = lambda _: None,
     ) -> Any:
         """Runs layers one after the other, in a single loop of XLA with one iteration per layer.
 
@@ -201,57 +214,66 @@ class Decoder:
         """
         params_of_layers, windowed_layer_mask = stacked_layers
         layer_types = self.config.layer_types[: self._count(params_of_layers)]
-        params_by_type = (
+        params_by_layer_type = (
             params_of_layers if self.has_several_types else {layer_types[0]: params_of_layers}
         )
-        sorted_type_names = sorted(params_by_type)
-        stacks_by_type = {
-            layer_type: self._separate(layer_type, stacked_params)
-            for layer_type, stacked_params in params_by_type.items()
-        }
-        # For each layer, the index of its type in `sorted_type_names`, and its index in the stacks
-        # of the type.
-        type_numbers_of_layers = np.array(
-            [sorted_type_names.index(layer_type) for layer_type in layer_types], np.int32
+        sorted_layer_types = sorted(params_by_layer_type)
+        in_place_stacks_by_layer_type = {}
+        stacks_to_slice_by_layer_type = {}
+        for layer_type, stacked_params in params_by_layer_type.items():
+            in_place_stack_by_param_path, nested_stacks_to_slice = self._separate(
+                layer_type, stacked_params
+            )
+            in_place_stacks_by_layer_type[layer_type] = in_place_stack_by_param_path
+            stacks_to_slice_by_layer_type[layer_type] = nested_stacks_to_slice
+        # For each layer, the index of its type in `sorted_layer_types`, and its index in the stacks
+        # of its type.
+        layer_type_numbers = np.array(
+            [sorted_layer_types.index(layer_type) for layer_type in layer_types], np.int32
         )
-        indices_in_stacks_of_layers = np.array(
+        stack_indices_of_layers = np.array(
             [layer_types[:layer].count(layer_type) for layer, layer_type in enumerate(layer_types)],
             np.int32,
         )
         # If all layers have one type, lax.scan slices each layer's parameters from the stacks.
         # Otherwise, `run_layer` takes them from the stacks of the layer's type.
-        params_of_only_type = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
+        params_of_single_layer_type = (
+            None if self.has_several_types else stacks_to_slice_by_layer_type[layer_types[0]]
+        )
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            type_number, index_in_stack, layer_params, has_window, input_of_body = loop_element
+            layer_type_number, stack_index, layer_params, has_window, element_of_per_layer = (
+                loop_element
+            )
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
-                stack_read_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
                 unstacked_params = layer_params
                 if unstacked_params is None:
                     take_layer_from_stack = partial(
-                        jax.lax.dynamic_index_in_dim, index=index_in_stack, keepdims=False
+                        jax.lax.dynamic_index_in_dim, index=stack_index, keepdims=False
                     )
-                    unstacked_params = jax.tree.map(take_layer_from_stack, copied_stacks)
+                    unstacked_params = jax.tree.map(
+                        take_layer_from_stack, stacks_to_slice_by_layer_type[layer_type]
+                    )
                 stack_and_index_by_path = {
-                    parameter_path: (stack, index_in_stack)
-                    for parameter_path, stack in stack_read_in_place_by_path.items()
+                    parameter_path: (stack, stack_index)
+                    for parameter_path, stack in in_place_stacks_by_layer_type[layer_type].items()
                 }
                 apply_layer = self._apply(
                     layer_type, unstacked_params, has_window, keep, stack_and_index_by_path
                 )
-                return few_rows_at_once(apply_layer, self.module_by_type[layer_type])(*inputs)
+                return few_rows_at_once(apply_layer, self.module_by_layer_type[layer_type])(*inputs)
 
-            branches_in_type_order = [
-                partial(run_layer, layer_type) for layer_type in sorted_type_names
+            branches_of_layer_types = [
+                partial(run_layer, layer_type) for layer_type in sorted_layer_types
             ]
-            apply_layer = partial(jax.lax.switch, type_number, branches_in_type_order)
-            return body(apply_layer, carry, input_of_body), None
+            apply_layer = partial(jax.lax.switch, layer_type_number, branches_of_layer_types)
+            return body(apply_layer, carry, element_of_per_layer), None
 
         arrays_with_layer_axis = (
-            type_numbers_of_layers,
-            indices_in_stacks_of_layers,
-            params_of_only_type,
+            layer_type_numbers,
+            stack_indices_of_layers,
+            params_of_single_layer_type,
             windowed_layer_mask,
             per_layer,
         )
@@ -275,22 +297,22 @@ class Decoder:
                 Path of a parameter -> its stack, for the stacks that are read in place.
                 The other stacks, as a nested dict.
         """
-        copied_stack_by_path = flatten_dict(params)
-        stack_read_in_place_by_path = {}
-        if self.module_by_type[layer_type].layout.size("fsdp", "pipeline") == 1:
-            for parameter_path, parameter_box in self.parameters(layer_type).items():
-                if "experts" in parameter_box.names:
-                    stack_read_in_place_by_path[parameter_path] = copied_stack_by_path.pop(
+        stack_by_param_path = flatten_dict(params)
+        in_place_stack_by_param_path = {}
+        if self.module_by_layer_type[layer_type].layout.size("fsdp", "pipeline") == 1:
+            for parameter_path, parameter_spec in self.parameters(layer_type).items():
+                if "experts" in parameter_spec.names:
+                    in_place_stack_by_param_path[parameter_path] = stack_by_param_path.pop(
                         parameter_path
                     )
-        return stack_read_in_place_by_path, unflatten_dict(copied_stack_by_path)
+        return in_place_stack_by_param_path, unflatten_dict(stack_by_param_path)
 
     def _apply(
         self,
         layer_type: str,
         params: Any,
         has_window: Any,
-        keep: KeepArrays,
+        keep: KeptArraysFunction,
         stack_and_index_by_path: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
         """Binds the parameters of a layer, and returns the layer as a function of its inputs.
@@ -321,11 +343,11 @@ class Decoder:
                 The residual stream after the layer, (B, T, D).
                 The result of `keep`.
         """
-        layer_module = self.module_by_type[layer_type]
-        parameter_box_by_path = self.parameters(layer_type)
+        layer_module = self.module_by_layer_type[layer_type]
+        parameter_spec_by_path = self.parameters(layer_type)
         gathered_weight_by_path = {
             parameter_path: from_bits(
-                layer_module.layout.gather(weight, parameter_box_by_path[parameter_path].names)
+                layer_module.layout.gather(weight, parameter_spec_by_path[parameter_path].names)
             )
             for parameter_path, weight in flatten_dict(params).items()
         }
@@ -382,14 +404,14 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         InputError: If no number of layers per stage meets both conditions.
     """
     layer_count = len(types)
-    min_layers_per_stage = -(-layer_count // stages)
-    for candidate_layers_per_stage in range(min_layers_per_stage, layer_count + 1):
+    rounded_up_layers_per_stage = -(-layer_count // stages)
+    for candidate_layers_per_stage in range(rounded_up_layers_per_stage, layer_count + 1):
         has_repeating_types = all(
             layer_type == types[layer % candidate_layers_per_stage]
             for layer, layer_type in enumerate(types)
         )
         if has_repeating_types and -(-layer_count // candidate_layers_per_stage) == -(
-            -layer_count // min_layers_per_stage
+            -layer_count // rounded_up_layers_per_stage
         ):
             return candidate_layers_per_stage
     type_count_texts = [
@@ -448,12 +470,13 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     """Wraps a layer so that it computes a few rows of a batch at a time where this is faster.
 
     `rows_at_once` determines the number of rows. If these rows contain only padding, as at the end
-    of the data, the layer is not computed: the result is x unchanged, and zeros for the arrays that
-    the layer returns besides.
+    of the data, the layer is not computed: the result is x unchanged, and zeros for the captured
+    arrays.
 
     Args:
         layer: A function that computes a layer. It returns the residual stream after the layer, and
-            a pytree of arrays (B, T, ...), none of which is bfloat16 or float16. Its arguments are:
+            a pytree of captured arrays (intermediates of the layer that the caller needs),
+            (B, T, ...), none of which is bfloat16 or float16. Its arguments are:
                 x: The residual stream before the layer, (B, T, D).
                 cos_and_sin: The cosines and sines of the rotary embedding (from
                     `layers.rotary_table`).
@@ -465,14 +488,14 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     """
 
     def compute(x_bits: Array, cos_and_sin: Any, segment_ids: Array) -> Any:
-        x, layer_results_except_x = layer(from_bits(x_bits, module.dtype), cos_and_sin, segment_ids)
-        return to_bits(x), layer_results_except_x
+        x, captured_arrays = layer(from_bits(x_bits, module.dtype), cos_and_sin, segment_ids)
+        return to_bits(x), captured_arrays
 
     def skip(x_bits: Array, cos_and_sin: Any, segment_ids: Array) -> Any:
-        _, shapes_of_results_except_x = jax.eval_shape(compute, x_bits, cos_and_sin, segment_ids)
+        _, shapes_of_captured_arrays = jax.eval_shape(compute, x_bits, cos_and_sin, segment_ids)
         zero_arrays = jax.tree.map(
             lambda array_shape: jnp.zeros(array_shape.shape, array_shape.dtype),
-            shapes_of_results_except_x,
+            shapes_of_captured_arrays,
         )
         return x_bits, zero_arrays
 
@@ -490,9 +513,9 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
             lambda array: array.reshape(-1, rows_per_pass, *array.shape[1:]), layer_inputs
         )
         results_of_passes = jax.lax.map(run_rows, inputs_of_passes)
-        x_bits, other_results = jax.tree.map(
+        x_bits, captured_arrays = jax.tree.map(
             lambda array: array.reshape(-1, *array.shape[2:]), results_of_passes
         )
-        return from_bits(x_bits, module.dtype), other_results
+        return from_bits(x_bits, module.dtype), captured_arrays
 
     return apply

@@ -60,13 +60,13 @@ class Encoder:
         source_hook: The hook whose values are encoded.
         target_hook: The hook whose values are reconstructed. It equals `source_hook` for all but
             transcoders.
-        max_codes: The largest number of features that are kept for each token.
+        max_codes_per_token: The largest number of features that are kept for each token.
     """
 
     autoencoder: Autoencoder
     source_hook: Hook
     target_hook: Hook
-    max_codes: int
+    max_codes_per_token: int
 
     @property
     def hook(self) -> Hook:
@@ -75,7 +75,7 @@ class Encoder:
         Its names are the names of `source_hook`, each with the ending CODES.
         """
         source_hook_kind = self.source_hook.kind
-        codes_kind = replace(
+        codes_hook_kind = replace(
             source_hook_kind,
             name=source_hook_kind.name + CODES,
             axis_letters="",
@@ -84,9 +84,9 @@ class Encoder:
             ),
             aliases=tuple(alias_name + CODES for alias_name in source_hook_kind.aliases),
             dtype="int32",
-            width_factor=record_width(self.max_codes),
+            width_factor=record_width(self.max_codes_per_token),
         )
-        return self.source_hook._replace(kind=codes_kind)
+        return self.source_hook._replace(kind=codes_hook_kind)
 
     def metadata(self) -> dict[str, Any]:
         """Returns the facts that metadata.json records about the hook at which codes are stored.
@@ -106,7 +106,7 @@ class Encoder:
             "module": codes_hook.module_name,
             "aliases": codes_hook.names()[1:],
             "width": self.autoencoder.features,
-            "most": self.max_codes,
+            "most": self.max_codes_per_token,
             "autoencoder": plain_url(self.autoencoder.name),
             "reconstructs": self.target_hook.name,
         }
@@ -117,13 +117,13 @@ class Encoder:
         Args:
             dtype: The dtype in which the run stores activations, and so the values of features.
         """
-        keeps_all_active_features = self.max_codes == self.autoencoder.k
+        keeps_all_active_features = self.max_codes_per_token == self.autoencoder.k
         codes_per_token_phrase = (
-            f"each token has {self.max_codes}"
+            f"each token has {self.max_codes_per_token}"
             if keeps_all_active_features
-            else f"a token has at most {self.max_codes}"
+            else f"a token has at most {self.max_codes_per_token}"
         )
-        codes_bytes_per_token = code_bytes(self.max_codes, dtype)
+        codes_bytes_per_token = code_bytes(self.max_codes_per_token, dtype)
         return (
             f"{self.hook.name}: {codes_per_token_phrase} of "
             f"{self.autoencoder.features:,} features, {codes_bytes_per_token:,} bytes per token"
@@ -164,10 +164,12 @@ class Encoder:
         """
         shape_by_field = {}
         for field_name, weight_array in self.autoencoder.arrays.items():
-            array_dtype = self.autoencoder.dtype if weight_array.ndim > 1 else np.dtype(np.float32)
+            dtype_on_devices = (
+                self.autoencoder.dtype if weight_array.ndim > 1 else np.dtype(np.float32)
+            )
             sharding = layout.sharding(AXES[field_name], weight_array.shape)
             shape_by_field[field_name] = jax.ShapeDtypeStruct(
-                weight_array.shape, array_dtype, sharding=sharding
+                weight_array.shape, dtype_on_devices, sharding=sharding
             )
         return shape_by_field
 
@@ -192,7 +194,7 @@ class Encoder:
 
 def make_encoders(
     autoencoders: Sequence[Autoencoder],
-    max_codes: int | None,
+    max_codes_per_token: int | None,
     table: HookTable,
     depth: int,
     sizes: Mapping[str, int],
@@ -201,8 +203,9 @@ def make_encoders(
 
     Args:
         autoencoders: The autoencoders.
-        max_codes: The largest number of features that are kept for each token, from --encode_most.
-            None for the k of each autoencoder, or DEFAULT_MOST for an autoencoder without k.
+        max_codes_per_token: The largest number of features that are kept for each token, from
+            --encode_most. None for the k of each autoencoder, or DEFAULT_MOST for an autoencoder
+            without k.
         table: The hooks of the model.
         depth: The number of layers of the model.
         sizes: Letter of an axis -> its size in the model (see `HookKind.axis_letters`).
@@ -223,8 +226,12 @@ def make_encoders(
         if any(encoder.source_hook == source_hook for encoder in encoders):
             raise InputError(f"{flag_and_name}: {source_hook.name} has another autoencoder already")
         max_active_features = autoencoder.k or autoencoder.features
-        encoder_max_codes = min(max_codes or autoencoder.k or DEFAULT_MOST, max_active_features)
-        encoders.append(Encoder(autoencoder, source_hook, target_hook, encoder_max_codes))
+        max_codes_per_token_of_encoder = min(
+            max_codes_per_token or autoencoder.k or DEFAULT_MOST, max_active_features
+        )
+        encoders.append(
+            Encoder(autoencoder, source_hook, target_hook, max_codes_per_token_of_encoder)
+        )
     return tuple(sorted(encoders, key=lambda encoder: encoder.source_hook))
 
 
@@ -262,7 +269,7 @@ def _hook_of_width(
 
 
 def encode(
-    encoder: Encoder, weights: Weights, x: Array, target_values: Array, layout: Layout
+    encoder: Encoder, weight_by_field_name: Weights, x: Array, target_values: Array, layout: Layout
 ) -> Array:
     """Encodes activations by an autoencoder, and returns a record of codes for each token.
 
@@ -274,19 +281,19 @@ def encode(
 
     Args:
         encoder: The autoencoder, with the hooks that it reads and reconstructs.
-        weights: The arrays of the autoencoder on the devices.
+        weight_by_field_name: Field of `Autoencoder` -> its array on the devices.
         x: The values at the hook that is read, (B, T, D).
         target_values: The values at the hook that is reconstructed, (B, T, O).
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
 
     Returns:
-        The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
+        The record of each token, (B, T, 3 + 2 * `encoder.max_codes_per_token`) int32.
     """
     feature_part_count = layout.size(*RULES["head_vocab"])
     tokens_per_block = VALUES_OF_A_BLOCK * feature_part_count // encoder.autoencoder.features
-    weights = {
+    weight_by_field_name = {
         field_name: layout.gather(weight, AXES[field_name])
-        for field_name, weight in weights.items()
+        for field_name, weight in weight_by_field_name.items()
     }
     values_at_hooks = [x] if encoder.source_hook == encoder.target_hook else [x, target_values]
 
@@ -296,7 +303,11 @@ def encode(
             for hook_array in block_values
         ]
         return _records(
-            encoder, weights, sharded_values_of_hooks[0], sharded_values_of_hooks[-1], layout
+            encoder,
+            weight_by_field_name,
+            sharded_values_of_hooks[0],
+            sharded_values_of_hooks[-1],
+            layout,
         )
 
     with jax.named_scope("encode"):
@@ -304,7 +315,7 @@ def encode(
 
 
 def _records(
-    encoder: Encoder, weights: Weights, x: Array, target_values: Array, layout: Layout
+    encoder: Encoder, weight_by_field_name: Weights, x: Array, target_values: Array, layout: Layout
 ) -> Array:
     """Encodes a block of tokens by an autoencoder, and returns a record of codes for each token.
 
@@ -319,75 +330,82 @@ def _records(
 
     Args:
         encoder: The autoencoder, with the hooks that it reads and reconstructs.
-        weights: The arrays of the autoencoder on the devices.
+        weight_by_field_name: Field of `Autoencoder` -> its array on the devices.
         x: The block's values at the hook that is read, (B, T, D).
         target_values: The block's values at the hook that is reconstructed, (B, T, O).
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
 
     Returns:
-        The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
+        The record of each token, (B, T, 3 + 2 * `encoder.max_codes_per_token`) int32.
     """
     autoencoder = encoder.autoencoder
     product_dtype = autoencoder.dtype
     rounded_input = x.astype(product_dtype).astype(jnp.float32)
     x, undo_normalisation = _normalised(rounded_input, autoencoder.normalisation)
     if autoencoder.subtracts_b_dec:
-        x = x - weights["b_dec"]
+        x = x - weight_by_field_name["b_dec"]
     pre_activations = (
-        einsum("BTD,FD->BTF", x.astype(product_dtype), weights["W_enc"]) + weights["b_enc"]
+        einsum("BTD,FD->BTF", x.astype(product_dtype), weight_by_field_name["W_enc"])
+        + weight_by_field_name["b_enc"]
     )
     pre_activations = layout.constrain(pre_activations, *FEATURE_AXES)
     feature_scores = pre_activations
     active_feature_mask = jnp.ones(pre_activations.shape, bool)
     if autoencoder.feature_score_factors is not None:
-        feature_scores = pre_activations * weights["feature_score_factors"]
+        feature_scores = pre_activations * weight_by_field_name["feature_score_factors"]
     if autoencoder.threshold is not None:
-        active_feature_mask &= feature_scores > weights["threshold"]
+        active_feature_mask &= feature_scores > weight_by_field_name["threshold"]
     if autoencoder.uses_relu:
         active_feature_mask &= pre_activations > 0
     feature_scores = jnp.where(active_feature_mask, feature_scores, -jnp.inf)
-    top_scores, feature_ids = largest(feature_scores, encoder.max_codes, layout)
-    active_count = active_feature_mask.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    top_scores, feature_ids = largest(feature_scores, encoder.max_codes_per_token, layout)
+    active_feature_counts = active_feature_mask.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     if autoencoder.k is not None:
-        active_count = jnp.minimum(active_count, autoencoder.k)
+        active_feature_counts = jnp.minimum(active_feature_counts, autoencoder.k)
     # If several features have the lowest kept score, `largest` keeps the features with the smallest
     # ids among them. `kept_feature_mask` selects the same features. The lowest score is computed as
     # a minimum, because with a slice of `top_scores` XLA would sort all features, which takes 30
     # times as long.
-    lowest_kept_score = top_scores.min(axis=-1, keepdims=True)
-    largest_kept_tied_id = jnp.where(top_scores == lowest_kept_score, feature_ids, -1).max(
+    lowest_kept_scores = top_scores.min(axis=-1, keepdims=True)
+    largest_kept_tied_ids = jnp.where(top_scores == lowest_kept_scores, feature_ids, -1).max(
         -1, keepdims=True
     )
-    kept_tied_feature_mask = (feature_scores == lowest_kept_score) & (
-        jnp.arange(pre_activations.shape[-1]) <= largest_kept_tied_id
+    kept_tied_feature_mask = (feature_scores == lowest_kept_scores) & (
+        jnp.arange(pre_activations.shape[-1]) <= largest_kept_tied_ids
     )
-    kept_feature_mask = (feature_scores > lowest_kept_score) | kept_tied_feature_mask
+    kept_feature_mask = (feature_scores > lowest_kept_scores) | kept_tied_feature_mask
     kept_feature_values = jnp.where(
         kept_feature_mask & active_feature_mask, pre_activations, 0
     ).astype(product_dtype)
-    reconstruction = einsum("BTF,FO->BTO", kept_feature_values, weights["W_dec"]) + weights["b_dec"]
+    reconstruction = (
+        einsum("BTF,FO->BTO", kept_feature_values, weight_by_field_name["W_dec"])
+        + weight_by_field_name["b_dec"]
+    )
     if encoder.source_hook == encoder.target_hook:
         reconstruction = undo_normalisation(reconstruction)
     if autoencoder.W_skip is not None:
         reconstruction += einsum(
-            "BTD,OD->BTO", rounded_input.astype(product_dtype), weights["W_skip"]
+            "BTD,OD->BTO", rounded_input.astype(product_dtype), weight_by_field_name["W_skip"]
         )
     target_values = target_values.astype(jnp.float32)
-    squared_error = jnp.square(target_values - reconstruction).sum(axis=-1, keepdims=True)
-    target_norm = jnp.sqrt(jnp.square(target_values).sum(axis=-1, keepdims=True))
+    squared_errors = jnp.square(target_values - reconstruction).sum(axis=-1, keepdims=True)
+    target_norms = jnp.sqrt(jnp.square(target_values).sum(axis=-1, keepdims=True))
     feature_values = top_scores
     if autoencoder.feature_score_factors is not None:
-        feature_values = top_scores / jnp.take(weights["feature_score_factors"], feature_ids)
-    # If a token has fewer active features than `max_codes`, the remaining scores are -inf.
-    is_code_active = jnp.isfinite(top_scores)
-    feature_ids = jnp.where(is_code_active, feature_ids, autoencoder.features)
-    feature_values = jnp.where(is_code_active, feature_values, 0)
+        feature_values = top_scores / jnp.take(
+            weight_by_field_name["feature_score_factors"], feature_ids
+        )
+    # If a token has fewer than `max_codes_per_token` active features, the remaining scores are
+    # -inf.
+    active_code_mask = jnp.isfinite(top_scores)
+    feature_ids = jnp.where(active_code_mask, feature_ids, autoencoder.features)
+    feature_values = jnp.where(active_code_mask, feature_values, 0)
     feature_ids, feature_values = lax.sort((feature_ids, feature_values), num_keys=1)
     as_int32_bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     record_parts = [
-        active_count,
-        as_int32_bits(squared_error),
-        as_int32_bits(target_norm),
+        active_feature_counts,
+        as_int32_bits(squared_errors),
+        as_int32_bits(target_norms),
         feature_ids,
         as_int32_bits(feature_values),
     ]

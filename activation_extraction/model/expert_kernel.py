@@ -1,22 +1,24 @@
 """Computes experts on TPUs with three Pallas kernels, which fetch each row from its place in HBM.
 
-There is a row for each pair of a token and one of its experts, and a tile is ROWS rows of the same
-expert. The rows take this path:
+There is a row for each pair of a token and one of its experts. A tile consists of at most ROWS rows
+of the same expert, padded to ROWS rows. The rows take this path:
 
     1. A table is made from the chosen experts (T, X). It sorts the rows by expert, and pads the
        rows of every expert to whole tiles.
     2. The kernel GATED fetches the tokens of a tile from x (T, D), one by one, while it multiplies
-       the previous tile. It computes silu(x gate) * (x up), (n', M) bfloat16, in the order of the
-       tiles.
-    3. The kernel WEIGHTED computes (gated down) * weight, (n', D) bfloat16, in the same order.
+       the previous tile. It computes gated = silu(x gate) * (x up), (n', M) bfloat16, in the order
+       of the tiles.
+    3. The kernel WEIGHTED computes (gated down) * w, (n', D) bfloat16, in the same order, where w
+       is the routing weight of the row: the weight that the router gives to this expert for this
+       token.
     4. The kernel ADDED fetches the rows of each token and adds them up in float32, (T, D). Rows of
        other devices' experts are not fetched, and count as 0.
 
-The tiles of an expert follow one another, so its weights are read once. They are read directly from
-the stack of all layers, because a kernel knows the layer and each tile's expert before it starts.
-Only tiles with rows are computed. Arrays of rows have the shape (n', D / LANES, LANES), in which
-the values of a row are contiguous, so that a kernel can fetch a row. In an array (n', D), the
-parts of a row would lie between parts of other rows.
+The tiles of an expert follow one another, so its weight matrices are read once. They are read
+directly from the stack of all layers, because a kernel knows the layer and each tile's expert
+before it starts. Only tiles with rows are computed. Arrays of rows have the shape
+(n', D / LANES, LANES), in which the values of a row are contiguous, so that a kernel can fetch a
+row. In an array (n', D), the parts of a row would lie between parts of other rows.
 
 Letters: T tokens, D hidden, M width of an expert, E experts, X experts of a token, and n' rows of
 all tiles with their padding: T * X + E * ROWS, rounded up to whole tiles.
@@ -38,8 +40,8 @@ from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the number of rows of a float32 register
 ROWS = 128  # the number of rows of a tile: rows of one expert that are multiplied together
-# The number of consecutive tokens that form a token group. The kernel `ADDED` adds up the rows of
-# each token; each program of its grid does so for one token group.
+# The number of consecutive tokens that form a token block. The kernel `ADDED` adds up the rows of
+# each token; each program of its grid does so for one token block.
 TOKENS = 16
 # The number of tokens that one iteration of a loop of the kernel GATED begins to fetch. The last
 # iteration of a tile may also fetch tokens that do not belong to the tile; they are not used.
@@ -55,12 +57,12 @@ FAST_MEMORY = 56 * 2**20
 
 
 class Table(NamedTuple):
-    """The rows that each tile computes, and the rows that are added up for each token group.
+    """The rows that each tile computes, and the rows that are added up for each token block.
 
-    There is a row for each pair of a token and one of its experts, a tile is ROWS rows of the same
-    expert, and a token group is TOKENS consecutive tokens. The rows of a token group are fetched
-    from the tiles into a buffer, and added up there for each token. Rows of experts that are not on
-    this device are not fetched.
+    There is a row for each pair of a token and one of its experts. A tile consists of at most ROWS
+    rows of the same expert, padded to ROWS rows. A token block is TOKENS consecutive tokens. The
+    rows of a token block are fetched from the tiles into a buffer, and added up there for each
+    token. Rows of experts that are not on this device are not fetched.
 
     Letters: X experts of a token.
 
@@ -71,13 +73,13 @@ class Table(NamedTuple):
         token_numbers_of_rows: The number of the token of each row of a tile, (tiles, 1, ROWS)
             int32.
         routing_weights_of_rows: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
-        row_numbers_and_buffer_indices_of_token_groups: The rows of each token group, (token groups,
-            2, X * TOKENS) int32. Index 0 of the second axis holds the number of each row among the
-            rows of all tiles. Index 1 holds the index of the row in the token group's buffer of
-            X * TOKENS rows. Along the third axis, the rows to fetch come first. The numbers of the
-            other rows are not used.
-        fetch_counts_of_token_groups: The number of rows to fetch for each token group,
-            (token groups,) int32.
+        fetch_plans_of_token_blocks: The places from and to which the rows of each token block are
+            fetched, (token blocks, 2, X * TOKENS) int32. Index 0 of the second axis holds the
+            number of each row among the rows of all tiles. Index 1 holds the index of the row in
+            the token block's buffer of X * TOKENS rows. Along the third axis, the rows to fetch
+            come first. The numbers of the other rows are not used.
+        fetched_row_counts_of_token_blocks: The number of rows to fetch for each token block,
+            (token blocks,) int32.
     """
 
     used_tile_count: Array
@@ -85,8 +87,8 @@ class Table(NamedTuple):
     row_counts_of_tiles: Array
     token_numbers_of_rows: Array
     routing_weights_of_rows: Array
-    row_numbers_and_buffer_indices_of_token_groups: Array
-    fetch_counts_of_token_groups: Array
+    fetch_plans_of_token_blocks: Array
+    fetched_row_counts_of_token_blocks: Array
 
 
 def pallas_experts(
@@ -118,30 +120,28 @@ def pallas_experts(
     chosen_experts = jnp.pad(chosen_experts, padding_widths, constant_values=-1)
     tile_table = make_table(jnp.pad(routing_weights, padding_widths), chosen_experts, expert_count)
     weighted_expert_rows = _run_weighted(tile_table, stacks, _run_gated(tile_table, stacks, x))
-    part_count = (
-        parts if len(tile_table.row_numbers_and_buffer_indices_of_token_groups) % parts == 0 else 1
+    part_count = parts if len(tile_table.fetch_plans_of_token_blocks) % parts == 0 else 1
+    fetch_plans_of_parts = jnp.split(tile_table.fetch_plans_of_token_blocks, part_count)
+    fetched_row_counts_of_parts = jnp.split(
+        tile_table.fetched_row_counts_of_token_blocks, part_count
     )
-    row_numbers_and_buffer_indices_of_parts = jnp.split(
-        tile_table.row_numbers_and_buffer_indices_of_token_groups, part_count
-    )
-    fetch_counts_of_parts = jnp.split(tile_table.fetch_counts_of_token_groups, part_count)
     sums_of_parts = [
-        _run_added(weighted_expert_rows, part_row_numbers_and_buffer_indices, part_fetch_counts)
-        for part_row_numbers_and_buffer_indices, part_fetch_counts in zip(
-            row_numbers_and_buffer_indices_of_parts, fetch_counts_of_parts, strict=True
+        _run_added(weighted_expert_rows, part_fetch_plans, part_fetched_row_counts)
+        for part_fetch_plans, part_fetched_row_counts in zip(
+            fetch_plans_of_parts, fetched_row_counts_of_parts, strict=True
         )
     ]
     return jnp.concatenate(sums_of_parts)[: len(x)]
 
 
 def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int) -> Table:
-    """Assigns rows to tiles and to token groups, by sorting the rows twice.
+    """Assigns rows to tiles and to token blocks, by sorting the rows twice.
 
-    There is a row for each pair of a token and one of its experts, a tile is ROWS rows of the same
-    expert, and a token group is TOKENS consecutive tokens. The first sort orders the rows by
-    expert, together with the rows of padding that fill the tiles, so it puts every row into its
-    place in a tile without lookups. TPUs sort fast, but look numbers up one by one. The second sort
-    orders the rows by token group.
+    There is a row for each pair of a token and one of its experts. A tile consists of at most ROWS
+    rows of the same expert, padded to ROWS rows. A token block is TOKENS consecutive tokens. The
+    first sort orders the rows by expert, together with the rows of padding that fill the tiles, so
+    it puts every row into its place in a tile without lookups. TPUs sort fast, but look numbers up
+    one by one. The second sort orders the rows by token block.
 
     Letters: T tokens, E experts, X experts of a token.
 
@@ -155,17 +155,17 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     Returns:
         The table. For each tile, it contains the number of the tile's expert, and the number of
         rows. For each row of a tile, it contains the number of the row's token, and the routing
-        weight of the row. For each token group, it contains the numbers of the rows to fetch, and
+        weight of the row. For each token block, it contains the numbers of the rows to fetch, and
         the index of each of these rows in the buffer from which the rows are added up.
     """
-    row_count = chosen_experts.size
+    routed_row_count = chosen_experts.size
     experts_per_token = chosen_experts.shape[1]
-    rows_per_token_group = TOKENS * experts_per_token
+    rows_per_token_block = TOKENS * experts_per_token
     flat_chosen_experts = chosen_experts.reshape(-1)
-    local_expert_mask = (flat_chosen_experts >= 0) & (flat_chosen_experts < expert_count)
+    local_choice_mask = (flat_chosen_experts >= 0) & (flat_chosen_experts < expert_count)
     # The number of each row's expert; `expert_count` for rows that are not computed, because this
     # device has no expert with their number.
-    expert_numbers_of_rows = jnp.where(local_expert_mask, flat_chosen_experts, expert_count)
+    expert_numbers_of_rows = jnp.where(local_choice_mask, flat_chosen_experts, expert_count)
     expert_numbers = jnp.arange(expert_count)
     row_indices_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
@@ -179,57 +179,59 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     ).reshape(-1)
     # More rows of padding, which belong to no expert, make the number of all rows a multiple of
     # ROWS.
-    pad_widths_to_whole_tiles = 0, -row_count % ROWS
-    expert_numbers_of_all_padding_rows = jnp.pad(
-        expert_numbers_of_padding_rows, pad_widths_to_whole_tiles, constant_values=expert_count
+    num_extra_padding_rows = -routed_row_count % ROWS
+    expert_numbers_of_padding_rows = jnp.pad(
+        expert_numbers_of_padding_rows, (0, num_extra_padding_rows), constant_values=expert_count
     )
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
     expert_sort_keys = jnp.concatenate(
-        [2 * expert_numbers_of_rows, 2 * expert_numbers_of_all_padding_rows + 1]
+        [2 * expert_numbers_of_rows, 2 * expert_numbers_of_padding_rows + 1]
     )
     row_numbers = jnp.arange(expert_sort_keys.size)
     padded_routing_weights = jnp.pad(
-        routing_weights.reshape(-1), (0, expert_numbers_of_all_padding_rows.size)
+        routing_weights.reshape(-1), (0, expert_numbers_of_padding_rows.size)
     )
     sort_operands = expert_sort_keys, row_numbers, padded_routing_weights
     sorted_expert_sort_keys, row_numbers_in_expert_order, routing_weights_in_expert_order = (
         lax.sort(sort_operands, num_keys=1, is_stable=False)
     )
-    fetched_row_mask = (row_numbers_in_expert_order < row_count) & (
+    fetched_row_mask = (row_numbers_in_expert_order < routed_row_count) & (
         sorted_expert_sort_keys < 2 * expert_count
     )
-    # The index of each row among the rows of its token group.
-    row_indices_in_token_group = row_numbers_in_expert_order % rows_per_token_group
+    # The index of each row among the rows of its token block.
+    row_indices_in_token_block = row_numbers_in_expert_order % rows_per_token_block
     expert_numbers_of_tiles = sorted_expert_sort_keys[::ROWS] // 2
-    # The second sort orders the rows by token group and then by token. In each token group, the
-    # rows that are not fetched come last, because `rows_per_token_group` is added to their keys.
-    token_group_sort_keys = (
+    # The second sort orders the rows by token block and then by token. In each token block, the
+    # rows that are not fetched come last, because `rows_per_token_block` is added to their keys.
+    token_block_sort_keys = (
         2 * row_numbers_in_expert_order
-        - row_indices_in_token_group
-        + jnp.where(fetched_row_mask, 0, rows_per_token_group)
+        - row_indices_in_token_block
+        + jnp.where(fetched_row_mask, 0, rows_per_token_block)
     )
-    token_group_sort_keys = jnp.where(
-        row_numbers_in_expert_order < row_count, token_group_sort_keys, 2 * row_count
+    token_block_sort_keys = jnp.where(
+        row_numbers_in_expert_order < routed_row_count, token_block_sort_keys, 2 * routed_row_count
     )
-    token_group_sort_keys, tile_row_numbers_in_token_group_order = lax.sort(
-        (token_group_sort_keys, row_numbers), num_keys=1, is_stable=False
+    token_block_sort_keys, tile_row_numbers_in_token_block_order = lax.sort(
+        (token_block_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
-    # The rows of a token group share a buffer. A token has one row for each of its experts. The
+    # The rows of a token block share a buffer. A token has one row for each of its experts. The
     # first rows of all tokens come first in the buffer, then the second rows, and so on, so that
-    # `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS tokens.
-    row_indices_in_token_group = token_group_sort_keys[:row_count] % rows_per_token_group
-    token_indices_in_token_group = row_indices_in_token_group // experts_per_token
+    # `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS tokens. A sort key is
+    # a multiple of `rows_per_token_block` plus the index of the row in its token block (in the
+    # order of tokens), so the remainder is this index.
+    row_indices_in_token_block = token_block_sort_keys[:routed_row_count] % rows_per_token_block
+    token_indices_in_token_block = row_indices_in_token_block // experts_per_token
     row_indices_in_buffer = (
-        row_indices_in_token_group % experts_per_token * TOKENS + token_indices_in_token_group
+        row_indices_in_token_block % experts_per_token * TOKENS + token_indices_in_token_block
     )
-    fetched_row_numbers = tile_row_numbers_in_token_group_order[:row_count].reshape(
-        -1, 1, rows_per_token_group
+    tile_row_numbers_of_token_blocks = tile_row_numbers_in_token_block_order[
+        :routed_row_count
+    ].reshape(-1, 1, rows_per_token_block)
+    row_indices_in_buffer = row_indices_in_buffer.reshape(-1, 1, rows_per_token_block)
+    fetched_row_masks_of_token_blocks = (expert_numbers_of_rows < expert_count).reshape(
+        -1, rows_per_token_block
     )
-    row_indices_in_buffer = row_indices_in_buffer.reshape(-1, 1, rows_per_token_group)
-    fetched_row_masks_of_token_groups = (expert_numbers_of_rows < expert_count).reshape(
-        -1, rows_per_token_group
-    )
-    fetch_counts_of_token_groups = fetched_row_masks_of_token_groups.sum(axis=1)
+    fetched_row_counts_of_token_blocks = fetched_row_masks_of_token_blocks.sum(axis=1)
     return Table(
         used_tile_count=(expert_numbers_of_tiles < expert_count).sum(),
         expert_numbers_of_tiles=jnp.minimum(expert_numbers_of_tiles, expert_count - 1),
@@ -238,10 +240,10 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
             fetched_row_mask, row_numbers_in_expert_order // experts_per_token, 0
         ).reshape(-1, 1, ROWS),
         routing_weights_of_rows=routing_weights_in_expert_order.reshape(-1, 1, ROWS),
-        row_numbers_and_buffer_indices_of_token_groups=jnp.concatenate(
-            [fetched_row_numbers, row_indices_in_buffer], axis=1
+        fetch_plans_of_token_blocks=jnp.concatenate(
+            [tile_row_numbers_of_token_blocks, row_indices_in_buffer], axis=1
         ),
-        fetch_counts_of_token_groups=fetch_counts_of_token_groups,
+        fetched_row_counts_of_token_blocks=fetched_row_counts_of_token_blocks,
     )
 
 
@@ -292,8 +294,8 @@ def _call(
 def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     """Computes silu(x gate) * (x up) for the rows of all tiles.
 
-    There is a row for each pair of a token and one of its experts, and a tile is ROWS rows of the
-    same expert.
+    There is a row for each pair of a token and one of its experts. A tile consists of at most ROWS
+    rows of the same expert, padded to ROWS rows.
 
     Letters: n' rows of all tiles, M width of an expert.
 
@@ -312,12 +314,12 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     # A step of the grid fetches its own tile, but multiplies the tile of the step before, so it
     # reads the weights and writes the result for the step before.
     def weight_index(
-        column: Any, step: Any, layer: Any, experts: Any, _counts: Any
+        column: Any, grid_index: Any, layer: Any, experts: Any, _counts: Any
     ) -> tuple[Any, ...]:
-        return layer[0], experts[jnp.maximum(step - 1, 0)], 0, column
+        return layer[0], experts[jnp.maximum(grid_index - 1, 0)], 0, column
 
-    def result_index(column: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return jnp.maximum(step - 1, 0), column
+    def result_index(column: Any, grid_index: Any, *_: Any) -> tuple[Any, ...]:
+        return jnp.maximum(grid_index - 1, 0), column
 
     return _call(
         _multiply_fetched,
@@ -327,7 +329,9 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
         grid=(expert_width // column_count_of_block, table.used_tile_count + 1),
         in_specs=[
             pl.BlockSpec(
-                (None, 1, ROWS), lambda column, step, *_: (step, 0, 0), memory_space=pltpu.SMEM
+                (None, 1, ROWS),
+                lambda column, grid_index, *_: (grid_index, 0, 0),
+                memory_space=pltpu.SMEM,
             ),
             pl.BlockSpec(memory_space=pltpu.HBM),
             *[pl.BlockSpec((None, None, hidden_size, column_count_of_block), weight_index)] * 2,
@@ -355,12 +359,13 @@ def _multiply_fetched(
     """Begins to fetch the tokens of a tile, and computes silu(x gate) * (x up) for the tile before.
 
     Each step of the kernel's grid fetches its own tile, and multiplies the tile of the previous
-    step, whose tokens have arrived meanwhile. A tile is ROWS rows of the same expert.
+    step, whose tokens have arrived meanwhile. A tile has a row for each of at most ROWS tokens that
+    have chosen the same expert, and is padded to ROWS rows.
 
     Args:
         _layer: The number of the layer, which only the index maps read.
         _experts: The expert of each tile, which only the index maps read.
-        counts: The number of rows of each tile, (tiles,) int32.
+        counts: The number of rows of each tile, without padding, (tiles,) int32.
         tokens: The token of each row of this step's tile, (1, ROWS) int32.
         x_ref: All tokens in HBM, (T, D / LANES, LANES).
         gate_ref: A block of columns of the gate projection of the previous tile's expert,
@@ -374,7 +379,7 @@ def _multiply_fetched(
     grid_index = pl.program_id(1)
     previous_grid_index = jnp.maximum(grid_index - 1, 0)
     fetch_iteration_count = pl.cdiv(counts[grid_index], AT_ONCE)
-    previous_fetch_iteration_count = pl.cdiv(counts[previous_grid_index], AT_ONCE)
+    fetch_iteration_count_of_previous_tile = pl.cdiv(counts[previous_grid_index], AT_ONCE)
 
     def start_copies(iteration: Any, _: None) -> None:
         for row_in_iteration in range(AT_ONCE):
@@ -390,7 +395,7 @@ def _multiply_fetched(
     @pl.when(grid_index > 0)
     def multiply() -> None:
         buffer_index = (grid_index - 1) % 2
-        _wait(buffers, semaphores, buffer_index, previous_fetch_iteration_count * AT_ONCE)
+        _wait(buffers, semaphores, buffer_index, fetch_iteration_count_of_previous_tile * AT_ONCE)
         x = buffers[buffer_index].reshape(buffers.shape[1], -1)
         gate_product = einsum("nD,DM->nM", x, gate_ref[...])
         up_product = einsum("nD,DM->nM", x, up_ref[...])
@@ -419,14 +424,15 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     """Multiplies the rows of all tiles by the down matrices, and then by the routing weights.
 
-    There is a row for each pair of a token and one of its experts, and a tile is ROWS rows of the
-    same expert.
-    Each row is multiplied by the down matrix of its expert.
+    There is a row for each pair of a token and one of its experts, and each row is multiplied by
+    the down matrix of its expert. A tile consists of at most ROWS rows of the same expert, padded
+    to ROWS rows.
 
     Letters: n' rows of all tiles, M width of an expert.
 
     Args:
-        table: The table that assigns the rows to tiles.
+        table: The table that assigns the rows to tiles, and contains the routing weight of each
+            row.
         stacks: The weights of the experts.
         gated: The rows silu(x gate) * (x up), which `_run_gated` returns, (n', M).
 
@@ -478,89 +484,89 @@ def _multiply_down(
     out_ref[...] = y.astype(out_ref.dtype).reshape(out_ref.shape)
 
 
-def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
-    """Adds up the results of each token's experts, for the tokens of some token groups.
+def _run_added(rows: Array, fetch_plans: Array, counts: Array) -> Array:
+    """Adds up the results of each token's experts, for the tokens of some token blocks.
 
     A row is the result of one expert for one token, multiplied by its routing weight. The rows are
-    stored in tiles, and a tile contains rows of a single expert. A token group is TOKENS
-    consecutive tokens. The kernel fetches the rows of a token group from the tiles to a buffer, and
+    stored in tiles, and a tile contains rows of a single expert. A token block is TOKENS
+    consecutive tokens. The kernel fetches the rows of a token block from the tiles to a buffer, and
     adds up the rows of each token there.
 
     Letters: n' rows of all tiles, X experts of a token.
 
     Args:
         rows: The rows of all tiles, (n', D / LANES, LANES).
-        fetches: For each token group, the number of each of its rows among the rows of all tiles
-            (index 0 of the second axis), and the index of each row in the token group's buffer
-            (index 1), (token groups, 2, X * TOKENS) int32.
-        counts: The number of rows that are fetched for each token group, (token groups,) int32.
+        fetch_plans: For each token block, the number of each of its rows among the rows of all
+            tiles (index 0 of the second axis), and the index of each row in the token block's
+            buffer (index 1), (token blocks, 2, X * TOKENS) int32.
+        counts: The number of rows that are fetched for each token block, (token blocks,) int32.
 
     Returns:
-        The sums, (token groups * TOKENS, D) float32.
+        The sums, (token blocks * TOKENS, D) float32.
     """
-    token_group_count, _, rows_per_token_group = fetches.shape
+    token_block_count, _, rows_per_token_block = fetch_plans.shape
     hidden_size = math.prod(rows.shape[1:])
 
-    # Each step of the grid fetches the rows of one token group, and adds up the rows of the token
-    # group that the step before it has fetched. So there is one more step than token groups. This
-    # last step fetches nothing, and its index is limited to the last token group.
-    def fetch_index(step: Any, _: Any) -> tuple[Any, ...]:
-        return jnp.minimum(step, token_group_count - 1), 0, 0
+    # Each step of the grid fetches the rows of one token block, and adds up the rows of the token
+    # block that the step before it has fetched. So there is one more step than token blocks. This
+    # last step fetches nothing, and its index is limited to the last token block.
+    def fetch_index(grid_index: Any, _: Any) -> tuple[Any, ...]:
+        return jnp.minimum(grid_index, token_block_count - 1), 0, 0
 
     return _call(
         _add_fetched,
         [jnp.pad(counts, (0, 1))],
-        jax.ShapeDtypeStruct((token_group_count * TOKENS, hidden_size), jnp.float32),
+        jax.ShapeDtypeStruct((token_block_count * TOKENS, hidden_size), jnp.float32),
         ADDED,
-        grid=(token_group_count + 1,),
+        grid=(token_block_count + 1,),
         in_specs=[
-            pl.BlockSpec((None, 2, rows_per_token_group), fetch_index, memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, 2, rows_per_token_block), fetch_index, memory_space=pltpu.SMEM),
             pl.BlockSpec(memory_space=pltpu.HBM),
         ],
         out_specs=pl.BlockSpec(
-            (TOKENS, hidden_size), lambda step, _: (jnp.maximum(step - 1, 0), 0)
+            (TOKENS, hidden_size), lambda grid_index, _: (jnp.maximum(grid_index - 1, 0), 0)
         ),
         scratch_shapes=[
-            pltpu.VMEM((2, rows_per_token_group, *rows.shape[1:]), rows.dtype),
+            pltpu.VMEM((2, rows_per_token_block, *rows.shape[1:]), rows.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
-    )(fetches, rows)
+    )(fetch_plans, rows)
 
 
 def _add_fetched(
-    counts: Any, fetches: Any, rows_ref: Any, out_ref: Any, buffers: Any, semaphores: Any
+    counts: Any, fetch_plan: Any, rows_ref: Any, out_ref: Any, buffers: Any, semaphores: Any
 ) -> None:
-    """Begins to fetch the rows of a token group, and adds up the rows of the token group before.
+    """Begins to fetch the rows of a token block, and adds up the rows of the token block before.
 
-    Each step of the kernel's grid fetches the rows of its own token group. It adds up the rows of
-    each token of the previous step's token group, whose rows have arrived meanwhile. A token group
+    Each step of the kernel's grid fetches the rows of its own token block. It adds up the rows of
+    each token of the previous step's token block, whose rows have arrived meanwhile. A token block
     is TOKENS consecutive tokens, and a row is the result of one of a token's experts for this
     token.
 
     Letters: n' rows of all tiles, X experts of a token.
 
     Args:
-        counts: The number of rows that are fetched for each token group, and a 0 at the end,
-            (token groups + 1,) int32.
-        fetches: For each row of this step's token group, its number among the rows of all tiles
+        counts: The number of rows that are fetched for each token block, and a 0 at the end,
+            (token blocks + 1,) int32.
+        fetch_plan: For each row of this step's token block, its number among the rows of all tiles
             (index 0) and its index in the buffer (index 1), (2, X * TOKENS) int32.
         rows_ref: The rows of all tiles in HBM, (n', D / LANES, LANES).
-        out_ref: The sum of the rows of each token of the previous token group, (TOKENS, D)
+        out_ref: The sum of the rows of each token of the previous token block, (TOKENS, D)
             float32.
-        buffers: Two buffers for the rows of a token group, (2, X * TOKENS, D / LANES, LANES).
+        buffers: Two buffers for the rows of a token block, (2, X * TOKENS, D / LANES, LANES).
         semaphores: The DMA semaphore of each buffer, (2,).
     """
     grid_index = pl.program_id(0)
-    rows_per_token_group = buffers.shape[1]
+    rows_per_token_block = buffers.shape[1]
 
     # Rows that are not fetched must count as 0, so the buffer is cleared if there are any.
-    @pl.when(counts[grid_index] < rows_per_token_group)
+    @pl.when(counts[grid_index] < rows_per_token_block)
     def clear() -> None:
         buffers[grid_index % 2] = jnp.zeros_like(buffers[grid_index % 2])
 
     def start_copy(number: Any, _: None) -> None:
-        source_row_ref = rows_ref.at[pl.ds(fetches[0, number], 1)]
-        buffer_row_ref = buffers.at[grid_index % 2, pl.ds(fetches[1, number], 1)]
+        source_row_ref = rows_ref.at[pl.ds(fetch_plan[0, number], 1)]
+        buffer_row_ref = buffers.at[grid_index % 2, pl.ds(fetch_plan[1, number], 1)]
         pltpu.make_async_copy(source_row_ref, buffer_row_ref, semaphores.at[grid_index % 2]).start()
 
     lax.fori_loop(0, counts[grid_index], start_copy, None)
@@ -570,7 +576,7 @@ def _add_fetched(
         buffer_index = (grid_index - 1) % 2
         _wait(buffers, semaphores, buffer_index, counts[grid_index - 1])
         token_sums = jnp.zeros((TOKENS, *buffers.shape[2:]), jnp.float32)
-        for first_buffer_row_index in range(0, rows_per_token_group, TOKENS):
+        for first_buffer_row_index in range(0, rows_per_token_block, TOKENS):
             token_sums += buffers[buffer_index, pl.ds(first_buffer_row_index, TOKENS)].astype(
                 jnp.float32
             )

@@ -129,7 +129,7 @@ class Program:
         for hook in self.hook_by_key.values():
             bytes_by_hook[hook.name] = hook.kind.vector_type(self.sizes, stored_dtype).bytes
         for encoder in self.encoders:
-            bytes_by_hook[encoder.hook.name] = code_bytes(encoder.max_codes, stored_dtype)
+            bytes_by_hook[encoder.hook.name] = code_bytes(encoder.max_codes_per_token, stored_dtype)
         return bytes_by_hook
 
     def with_codes(

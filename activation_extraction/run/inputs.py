@@ -274,7 +274,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
             if dtype_by_hook_name[hook_name] == "float32"
         ),
         code_hooks=code_hook_names,
-        encode_most=tuple(encoder.max_codes for encoder in forward.encoders),
+        encode_most=tuple(encoder.max_codes_per_token for encoder in forward.encoders),
         keyed_by=forward.keyed_by,
         dtype=str(forward.model.dtype),
         activation_dtype=str(forward.model.activation_dtype),
