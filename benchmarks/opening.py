@@ -132,7 +132,7 @@ def plan_continued_run(url: str, num_hosts: int) -> None:
     first_host_identity = identity_of_host(0, num_hosts)
     with tempfile.TemporaryDirectory() as local_folder:
         run_folders = RunFolders(
-            first_host_identity.worker, Path(local_folder), url, upload_timeout=60
+            first_host_identity.worker, Path(local_folder), url, upload_timeout_seconds=60
         )
         run_folders.check_stale_folders(overwrite=False)
         run_folders.earlier()

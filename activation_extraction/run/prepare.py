@@ -205,7 +205,9 @@ def check_output(config: Config, host: Host) -> RunFolders:
     check_output_dir(run_folders.folder, METRICS)
     check_free_disk(run_folders.folder, output_options.min_free_gb)
     use_compilation_cache(
-        config.computing_options.compilation_cache, run_folders.local_output, host.is_one_of_several
+        config.computing_options.compilation_cache,
+        run_folders.local_output_path,
+        host.is_one_of_several,
     )
     run_folders.check_bucket()
     run_folders.check_stale_folders(config.storage_options.overwrite)

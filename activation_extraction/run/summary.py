@@ -70,7 +70,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         )
         repair_outcome = "repaired" if complete else "interrupted"
         say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers_phrase}")
-        if complete and repair_plan.gaps:
+        if complete and repair_plan.shard_numbers_to_store_again:
             if repair_plan.status(stored_totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
             elif (
@@ -131,7 +131,9 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if stored_totals.shards:
         say(
             "read it with:",
-            *_reading_lines(run.folders.bucket_url or str(run.folders.local_output), stored_totals),
+            *_reading_lines(
+                run.folders.bucket_url or str(run.folders.local_output_path), stored_totals
+            ),
         )
 
 

@@ -134,10 +134,12 @@ class Identity:
 
     def __post_init__(self) -> None:
         """Sets flags that do not decide the content of shards to their defaults."""
-        for options_field in ("text", "storage"):
-            flag_options = getattr(self, options_field)
+        for options_field_name in ("text", "storage"):
+            text_or_storage_options = getattr(self, options_field_name)
             object.__setattr__(
-                self, options_field, type(flag_options)(**content_flags(flag_options))
+                self,
+                options_field_name,
+                type(text_or_storage_options)(**content_flags(text_or_storage_options)),
             )
 
     @property
@@ -237,37 +239,39 @@ class Identity:
 
         The JSON of every shard contains this digest.
         """
-        digested_fields = self.to_json()
+        digested_value_by_field_name = self.to_json()
         for field_name in MAY_TURN_ON:
-            del digested_fields[field_name]
-        return hashlib.sha256(json.dumps(digested_fields, sort_keys=True).encode()).hexdigest()
+            del digested_value_by_field_name[field_name]
+        return hashlib.sha256(
+            json.dumps(digested_value_by_field_name, sort_keys=True).encode()
+        ).hexdigest()
 
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that must be the same on all hosts of a run, by name, as JSON."""
-        fields_shared_by_hosts = self.to_json()
+        shared_value_by_field_name = self.to_json()
         for field_name in PER_HOST | MAY_TURN_ON:
-            del fields_shared_by_hosts[field_name]
-        return fields_shared_by_hosts
+            del shared_value_by_field_name[field_name]
+        return shared_value_by_field_name
 
     def to_json(self) -> dict[str, Any]:
         """Returns the identity as the flat JSON object that metadata.json contains."""
-        json_fields: dict[str, Any] = {}
+        json_value_by_field_name: dict[str, Any] = {}
         for identity_field in fields(self):
             field_value = getattr(self, identity_field.name)
             if identity_field.name in ("text", "storage"):
                 for option_name, option_value in content_flags(field_value).items():
-                    json_fields[option_name] = _flag_to_json(option_name, option_value)
+                    json_value_by_field_name[option_name] = _flag_to_json(option_name, option_value)
             elif identity_field.name == "worker":
-                json_fields["total_machines"] = self.worker.num_machines
-                json_fields["num_hosts"] = self.worker.num_hosts
-                json_fields["machine"] = self.worker.machine_number
-                json_fields["host"] = self.worker.host_number
+                json_value_by_field_name["total_machines"] = self.worker.num_machines
+                json_value_by_field_name["num_hosts"] = self.worker.num_hosts
+                json_value_by_field_name["machine"] = self.worker.machine_number
+                json_value_by_field_name["host"] = self.worker.host_number
             elif isinstance(field_value, tuple):
-                json_fields[identity_field.name] = list(field_value)
+                json_value_by_field_name[identity_field.name] = list(field_value)
             else:
-                json_fields[identity_field.name] = field_value
-        return json_fields
+                json_value_by_field_name[identity_field.name] = field_value
+        return json_value_by_field_name
 
     @classmethod
     def from_json(cls, content: Any) -> "Identity":
@@ -282,31 +286,35 @@ class Identity:
             ValueError: If the value of a flag cannot be parsed.
         """
         default_identity = cls()
-        recorded_fields = {**default_identity.to_json(), **content}
+        unread_value_by_field_name = {**default_identity.to_json(), **content}
         value_by_field_name: dict[str, Any] = {}
         for identity_field in fields(cls):
             if identity_field.name in ("text", "storage"):
-                default_options = getattr(default_identity, identity_field.name)
-                flag_values = {
-                    flag_name: _flag_from_json(flag_name, recorded_fields.pop(flag_name))
-                    for flag_name in content_flags(default_options)
+                default_text_or_storage_options = getattr(default_identity, identity_field.name)
+                value_by_flag_name = {
+                    flag_name: _flag_from_json(flag_name, unread_value_by_field_name.pop(flag_name))
+                    for flag_name in content_flags(default_text_or_storage_options)
                 }
-                value_by_field_name[identity_field.name] = type(default_options)(**flag_values)
+                value_by_field_name[identity_field.name] = type(default_text_or_storage_options)(
+                    **value_by_flag_name
+                )
             elif identity_field.name == "worker":
                 value_by_field_name["worker"] = Worker(
-                    machine_number=recorded_fields.pop("machine"),
-                    num_machines=recorded_fields.pop("total_machines"),
-                    host_number=recorded_fields.pop("host"),
-                    num_hosts=recorded_fields.pop("num_hosts"),
+                    machine_number=unread_value_by_field_name.pop("machine"),
+                    num_machines=unread_value_by_field_name.pop("total_machines"),
+                    host_number=unread_value_by_field_name.pop("host"),
+                    num_hosts=unread_value_by_field_name.pop("num_hosts"),
                 )
             elif identity_field.default == ():
                 value_by_field_name[identity_field.name] = tuple(
-                    recorded_fields.pop(identity_field.name)
+                    unread_value_by_field_name.pop(identity_field.name)
                 )
             else:
-                value_by_field_name[identity_field.name] = recorded_fields.pop(identity_field.name)
-        if recorded_fields:
-            raise TypeError(f"unknown fields: {', '.join(recorded_fields)}")
+                value_by_field_name[identity_field.name] = unread_value_by_field_name.pop(
+                    identity_field.name
+                )
+        if unread_value_by_field_name:
+            raise TypeError(f"unknown fields: {', '.join(unread_value_by_field_name)}")
         return cls(**value_by_field_name)
 
     def compare(self, stored: "Identity", shared_only: bool = False) -> Difference | None:
@@ -324,21 +332,21 @@ class Identity:
             The field, with its value in `stored` as the first value and its value in this identity
             as the second. None if there is no difference, so that the stored run may be continued.
         """
-        stored_identity_fields = stored.to_json()
+        stored_value_by_field_name = stored.to_json()
         for field_name, field_value in self.to_json().items():
             if shared_only:
                 may_field_differ = field_name in PER_HOST | MAY_TURN_ON
             else:
                 may_field_differ = field_name in MAY_TURN_ON and bool(field_value)
-            if field_value != stored_identity_fields[field_name] and not may_field_differ:
-                return Difference(field_name, stored_identity_fields[field_name], field_value)
+            if field_value != stored_value_by_field_name[field_name] and not may_field_differ:
+                return Difference(field_name, stored_value_by_field_name[field_name], field_value)
         return None
 
     @property
     def kept_tokens(self) -> dict[str, Any]:
         """The fields that decide which tokens of a sample are stored, by name, as JSON."""
-        identity_fields = self.to_json()
-        return {field_name: identity_fields[field_name] for field_name in OF_KEPT_TOKENS}
+        json_value_by_field_name = self.to_json()
+        return {field_name: json_value_by_field_name[field_name] for field_name in OF_KEPT_TOKENS}
 
     def other_samples(
         self,
@@ -348,8 +356,8 @@ class Identity:
     ) -> list[Difference]:
         """Returns the differences in settings and data files that change the samples of a run.
 
-        If there is no difference, a row of the data set is converted to the same samples in both
-        runs.
+        If both runs record their data and there is no difference, a row of the data set is
+        converted to the same samples in both runs.
 
         Args:
             other: Identity of the other run.
@@ -359,15 +367,18 @@ class Identity:
                 file's name.
 
         Returns:
-            The differences, each with the value of this run first. The list is empty if one of the
-            runs records no data, because a program with a loop of its own has stored it.
+            The differences, each with the value of this run first. The list is empty if there is
+            no difference. It is also empty if one of the runs records no data, which means that a
+            program with a loop of its own has stored that run.
         """
         if not (self.data and other.data):
             return []
-        fields_of_self = self.to_json()
-        fields_of_other = other.to_json()
+        value_by_field_of_self = self.to_json()
+        value_by_field_of_other = other.to_json()
         field_comparisons = [
-            Difference(field_name, fields_of_self[field_name], fields_of_other[field_name])
+            Difference(
+                field_name, value_by_field_of_self[field_name], value_by_field_of_other[field_name]
+            )
             for field_name in OF_SAMPLES
         ]
         for file_name in files.keys() & other_files.keys():
@@ -436,7 +447,13 @@ class Sources(Protocol):
         """
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Returns a description of each file, as metadata.json contains it."""
+        """Returns the JSON list that metadata.json contains under "data_files".
+
+        Returns:
+            One JSON object for each file of the data set, in the order in which the files are read.
+            Its keys are "name" for the name under which rows refer to the file, "bytes" for the
+            number of bytes that the run reads from the file, and "fingerprint".
+        """
 
 
 @dataclass(frozen=True)

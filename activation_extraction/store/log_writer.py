@@ -73,13 +73,13 @@ class RunDescription:
             hook_descriptions.append(
                 {"key": hook_key, "name": hook_name, **hook_facts, **hook_statistics.to_json()}
             )
-        source_files = self.facts.sources
+        dataset_files = self.facts.sources
         return {
             **totals.counts,
             **self.limit_by_flag_name,
             "hooks": hook_descriptions,
             "identity": self.identity.to_json(),
-            "data_files": source_files.to_json() if source_files else [],
+            "data_files": dataset_files.to_json() if dataset_files else [],
             **self.facts.metadata,
         }
 
@@ -93,16 +93,18 @@ class LogWriter:
     Args:
         folder: Folder of the host, local or in a bucket.
         description: Identity, hooks, limits and further facts of the run, for metadata.json.
-        local_folder: Local folder for a copy of metadata.json, which is written without conditions.
-            None if `folder` is local.
+        local_folder: Local folder for a copy of metadata.json. Unlike the file in `folder`, the
+            copy is overwritten without checking whether another process has changed it. None if
+            `folder` is local.
         keeps_shards: Whether the local folder gets a copy of the shards as well.
 
     Attributes:
         folder: Folder of the host.
         process_id: Id of this process.
         run_id: Id of the run; "" until `begin` has written it.
-        begin_time: Unix time at which `begin` was last called; before the first call, the time at
-            which this object was made.
+        storing_start_time: Unix time at which this process began to store the run: the time of the
+            last call of `begin`, or the time at which this object was made if `begin` was not
+            called yet.
         new_commits: Commits that this process has written, in order.
         totals: Totals over all stored shards, including those of earlier processes.
     """
@@ -117,23 +119,24 @@ class LogWriter:
         self.folder = folder
         self.process_id = _new_process_id()
         self.run_id = ""
-        self.begin_time = round(time.time(), 3)
+        self.storing_start_time = round(time.time(), 3)
         self.new_commits: list[Commit] = []
         self._run_description = description
         self._local_folder = local_folder
         self._keeps_local_shards = keeps_shards
-        # Names of the JSON files that this process has reserved or withdrawn, or has tried to.
+        # Names of the JSON files to which `reserve` or `withdraw` has written a reservation, or has
+        # tried to write one. `_remove_uncommitted` deletes none of these files.
         self._reserved_file_names: set[str] = set()
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
-        """Sets the plan that this process follows from now on, and resets `totals`.
+        """Sets the plan that this process follows from now on.
 
         Args:
-            plan: Plan, which lists the shards that earlier processes have stored. Its totals over
-                these shards become `totals`.
+            plan: Plan, which lists the shards that earlier processes have stored. The attribute
+                `totals` is set to the totals over these shards.
         """
-        self._plan = plan
+        self._storage_plan = plan
         self.totals = plan.totals
 
     def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
@@ -147,7 +150,7 @@ class LogWriter:
             overwrite: Whether to begin a new run even if another run is stored.
 
         Returns:
-            The plan of this process. If its `is_up_to_date` is True, nothing is left to do, and
+            The plan of this process. If its `is_run_up_to_date` is True, nothing is left to do, and
             nothing was written.
 
         Raises:
@@ -158,53 +161,61 @@ class LogWriter:
             run_log = RunLog.read(self.folder)
             begins_anew = overwrite and self.run_id != new_run_id
             self.follow(StoragePlan() if begins_anew else planner(run_log))
-            if self._plan.is_up_to_date:
-                return self._plan
-            if not self.begin(self._plan.run_id or new_run_id, run_log.metadata_version):
+            if self._storage_plan.is_run_up_to_date:
+                return self._storage_plan
+            if not self.begin(
+                self._storage_plan.run_id or new_run_id, run_log.metadata_file_version
+            ):
                 continue
             run_log = RunLog.read(self.folder)
             # Shard number -> version of the JSON file that a reservation will replace. None if
             # there is no such file, or if the store has no versions.
-            json_version_by_withdrawn_shard_number: dict[int, str | None] = {}
+            json_file_version_by_withdrawn_shard_number: dict[int, str | None] = {}
             if overwrite:
                 # This process has begun the new run and has not stored a shard yet, so damaged JSON
                 # files are left over from the old run. They are replaced by reservations and hidden
                 # from the planner, which would otherwise refuse to continue.
                 for shard_json_name in run_log.message_by_damaged_file:
                     if shard_json_name != METADATA:
-                        json_version = run_log.version_by_shard_json[shard_json_name]
-                        json_version_by_withdrawn_shard_number[number_of(shard_json_name)] = (
-                            json_version
+                        json_file_version = run_log.file_version_by_shard_json_name[shard_json_name]
+                        json_file_version_by_withdrawn_shard_number[number_of(shard_json_name)] = (
+                            json_file_version
                         )
                 run_log = replace(run_log, message_by_damaged_file={})
             self.follow(planner(run_log))
-            if self._plan.repair is not None:
-                json_version_by_withdrawn_shard_number |= (
-                    self._plan.repair.json_version_by_withdrawn_shard_number
+            if self._storage_plan.repair is not None:
+                json_file_version_by_withdrawn_shard_number |= (
+                    self._storage_plan.repair.json_file_version_by_withdrawn_shard_number
                 )
-            # The number is reserved first. So even if this process is killed while it withdraws bad
-            # shards, no earlier process can commit the shard after them.
-            is_reserved = self._plan.is_complete or self.reserve(self._plan.number_to_reserve)
-            if is_reserved and self._withdraw_all(json_version_by_withdrawn_shard_number):
-                return self._plan
+            # The number after all shards is reserved before bad shards are withdrawn. So even if
+            # this process is killed while it withdraws them, no earlier process can commit a shard
+            # under this number or a higher one.
+            has_reservation_if_needed = self._storage_plan.is_run_complete or self.reserve(
+                self._storage_plan.number_to_reserve
+            )
+            if has_reservation_if_needed and self._withdraw_all(
+                json_file_version_by_withdrawn_shard_number
+            ):
+                return self._storage_plan
             # Another process has written a JSON file, so the log is read and checked again.
 
-    def _withdraw_all(self, shard_json_versions: Mapping[int, str | None]) -> bool:
+    def _withdraw_all(self, json_file_version_by_shard_number: Mapping[int, str | None]) -> bool:
         """Replaces the JSON files of some shards by reservations.
 
         If another process has changed one of the files since this process read it, the function
         stops there.
 
         Args:
-            shard_json_versions: Shard number -> version of the shard's JSON file as this process
-                has read it. The version is None if there was no file.
+            json_file_version_by_shard_number: Shard number -> version of the shard's JSON file as
+                this process has read it. The version is None if there was no file, or if the store
+                has no versions.
 
         Returns:
             Whether all files were replaced.
         """
         return all(
-            self.withdraw(shard_number, json_version)
-            for shard_number, json_version in shard_json_versions.items()
+            self.withdraw(shard_number, json_file_version)
+            for shard_number, json_file_version in json_file_version_by_shard_number.items()
         )
 
     def begin(self, run_id: str, version: str | None) -> bool:
@@ -218,13 +229,13 @@ class LogWriter:
             Whether the file was written. False if another process has written or deleted it since
             this process read it.
         """
-        self.begin_time = round(time.time(), 3)
+        self.storing_start_time = round(time.time(), 3)
         metadata_content = self._metadata(run_id, "running")
-        write_patience = self.folder.patience_for(metadata_content)
-        write_attempts = Attempts(self.folder, f"writing {METADATA}", write_patience)
+        write_countdown = self.folder.patience_for(metadata_content)
+        write_attempts = Attempts(self.folder, f"writing {METADATA}", write_countdown)
         while True:
             try:
-                self.folder.write(METADATA, metadata_content, version, write_patience)
+                self.folder.write(METADATA, metadata_content, version, write_countdown)
                 break
             except ChangedError as error:
                 current_content, current_version = self._read(METADATA)
@@ -269,16 +280,16 @@ class LogWriter:
             "written": round(time.time(), 3),
             "remote": None if self._local_folder is None else self.folder.url,
         }
-        if self._plan.repair is not None:
-            metadata_fields = self._plan.repair.revised(metadata_fields)
+        if self._storage_plan.repair is not None:
+            metadata_fields = self._storage_plan.repair.revised(metadata_fields)
         return seal({**metadata_fields, "run": run, "owner": self.process_id})
 
     def check(self, owner: str | None = None) -> None:
         """Checks that this process is the owner of the folder.
 
         Args:
-            owner: Id of the owner of the folder, if it is known already: the id in a commit that
-                only the owner can have written. None to read the id from metadata.json.
+            owner: Id of the current owner, if the caller has just read it from a commit that only
+                the current owner can have written. None to read the id from metadata.json.
 
         Raises:
             LostError: If another process is the owner.
@@ -364,8 +375,8 @@ class LogWriter:
         shard_json_name = commit_name(number)
         self._reserved_file_names.add(shard_json_name)
         reservation_content = seal(reservation(self.run_id, self.process_id))
-        write_patience = self.folder.patience_for(reservation_content)
-        write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_patience)
+        write_countdown = self.folder.patience_for(reservation_content)
+        write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_countdown)
         while True:
             current_content, current_version = self._read(shard_json_name)
             if current_content == reservation_content:
@@ -374,7 +385,7 @@ class LogWriter:
             if current_version != version:
                 return False
             try:
-                self.folder.write(shard_json_name, reservation_content, version, write_patience)
+                self.folder.write(shard_json_name, reservation_content, version, write_countdown)
                 return True
             except ChangedError as error:
                 # A conditional write also raises ChangedError if the connection breaks before the
@@ -398,9 +409,9 @@ class LogWriter:
         commit = replace(commit, run=self.run_id, owner=self.process_id, url=self.folder.url)
         if self._local_folder is not None and self._keeps_local_shards:
             self._local_folder.write(commit.name, seal(commit.to_json()), ANY)
-        existing_commit = self._write_json(commit.name, commit.to_json())
-        if existing_commit is not None:
-            self.check(existing_commit.owner)
+        commit_already_in_file = self._write_json(commit.name, commit.to_json())
+        if commit_already_in_file is not None:
+            self.check(commit_already_in_file.owner)
         self.new_commits.append(commit)
         self.totals.add(commit)
         return commit
@@ -464,9 +475,9 @@ class LogWriter:
             and None if the file was written. The second is the version of the file; None if the
             store has no versions.
         """
-        # The time that all attempts to write the file may take together.
-        write_patience = self.folder.patience_for(file_content)
-        write_attempts = Attempts(self.folder, f"writing {name}", write_patience)
+        # Countdown of the seconds for all attempts to write the file together.
+        write_countdown = self.folder.patience_for(file_content)
+        write_attempts = Attempts(self.folder, f"writing {name}", write_countdown)
         while True:
             if must_stay is None:
                 file_entry = self.folder.head(name)
@@ -477,7 +488,7 @@ class LogWriter:
                     return current_content, current_version
             self.check()
             try:
-                return None, self.folder.write(name, file_content, current_version, write_patience)
+                return None, self.folder.write(name, file_content, current_version, write_countdown)
             except ChangedError as error:
                 write_attempts.failed(error)
 
@@ -498,16 +509,20 @@ class LogWriter:
     def _remove_uncommitted(self) -> None:
         """Deletes the files of shards that belong to no commit of the run.
 
-        If an answer to a deletion was lost, it is unknown whether the file still exists. A warning
-        with the names of such files is logged. After that, the folder is listed again to check the
-        sizes of all committed files, and the versions of the files that this process committed.
+        Reservations are kept. If the answer to the deletion of a file was lost and the file still
+        exists, the store may delete it later. A warning with the names of such files is logged.
+
+        After the deletions, the folder is always listed again, to check the sizes of all committed
+        files, and the versions of the files that this process committed.
 
         Raises:
             FolderError: If a committed file is missing or has changed.
         """
-        commits_of_run = [*self._plan.commits, *self.new_commits]
+        commits_of_run_in_folder = [*self._storage_plan.commits, *self.new_commits]
         committed_file_names = {
-            file_name for commit in commits_of_run for file_name in (commit.name, *commit.files)
+            file_name
+            for commit in commits_of_run_in_folder
+            for file_name in (commit.name, *commit.files)
         }
         # Reservations are kept, because they prevent earlier processes from committing a shard.
         committed_file_names |= self._reserved_file_names
@@ -528,7 +543,7 @@ class LogWriter:
                 ", ".join(undeleted_file_names),
             )
         entry_by_name = self.folder.listing()
-        for commit in commits_of_run:
+        for commit in commits_of_run_in_folder:
             for file_name, file_facts in commit.files.items():
                 file_entry = entry_by_name.get(file_name)
                 if file_entry is None:
@@ -547,5 +562,9 @@ class LogWriter:
 
 
 def _new_process_id() -> str:
-    """Returns an id of this process, which contains the name of its machine."""
+    """Returns a new unique id for this process.
+
+    The id consists of the network name of the computer ("host" if it has none), the process number
+    that the operating system has given to the process, and random digits.
+    """
     return f"{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}"

@@ -9,10 +9,12 @@ values and NumPy arrays:
   activation    values at the hook, (tokens, width); missing at a hook with codes
   shape         the tuple (tokens, width)
   text_preview  first 200 characters of the sample's text; "" if there is no text
-  doc_id        id of the row in the data set, or None
-  token_ids     ids of the stored tokens, int32 (tokens,), or None
-  positions     positions of these tokens in the sample, from 0, int32 (tokens,)
-  role, turn    labels of these tokens, int32 (tokens,) each, if the run stores conversations
+  doc_id        id of the sample's row in the data set; None if the row has no id
+  token_ids     ids of the stored tokens, int32 (tokens,); None if a program with a loop of its own
+                has added the sample without token ids
+  positions     positions of the stored tokens in the sample, from 0, int32 (tokens,)
+  role, turn    labels of the stored tokens, int32 (tokens,) each; missing if the run stores no
+                conversations
 
 At a hook with codes, the following arrays replace `activation` (see common/codes.py):
 
@@ -50,7 +52,9 @@ from activation_extraction.store.shard import LABELS, Shard, ShardSample
 from activation_extraction.store.stored_hook import HookKey, StoredHook
 from activation_extraction.text.sample_facts import SampleFacts
 
-Records = dict[HookKey, list[dict[str, Any]]]  # key of a hook -> a record for each sample
+# Key of a hook -> list with one record for each sample. The docstring of this module describes a
+# record.
+RecordsByHookKey = dict[HookKey, list[dict[str, Any]]]
 PROTOCOL_BYTES = 2  # number of bytes at the beginning of a pickle, which name its protocol
 
 
@@ -68,8 +72,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return NotImplemented
-        reduced_empty_array: Any = np.empty(0, value.dtype).__reduce__()
-        rebuild_array, rebuild_arguments, array_state = reduced_empty_array
+        reduce_tuple_of_empty_array: Any = np.empty(0, value.dtype).__reduce__()
+        rebuild_array, rebuild_arguments, array_state = reduce_tuple_of_empty_array
         state_version, _shape, pickled_dtype, is_fortran_order, _data = array_state
         array_content = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
         # A writable buffer would be pickled as a bytearray.
@@ -106,7 +110,7 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     _Pickler(pickled_buffers, protocol=5).dump(records_of(shard))
     if writer:
         encoded_writer_id = writer.encode()
-        writer_instructions = (
+        writer_id_opcodes = (
             pickle.BINUNICODE
             + struct.pack("<I", len(encoded_writer_id))
             + encoded_writer_id
@@ -115,13 +119,13 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         first_buffer = pickled_buffers[0]
         pickled_buffers[:1] = [
             first_buffer[:PROTOCOL_BYTES],
-            memoryview(writer_instructions),
+            memoryview(writer_id_opcodes),
             first_buffer[PROTOCOL_BYTES:],
         ]
     return pickled_buffers
 
 
-def records_of(shard: Shard) -> Records:
+def records_of(shard: Shard) -> RecordsByHookKey:
     """Returns the content of a shard in the form in which it is pickled.
 
     Args:
@@ -156,7 +160,7 @@ def records_of(shard: Shard) -> Records:
     }
 
 
-def read_records(file: IO[bytes], where: str, limit: int) -> Records:
+def read_records(file: IO[bytes], where: str, limit: int) -> RecordsByHookKey:
     """Reads the records of a pickled shard without running pickled code.
 
     Args:
@@ -177,13 +181,13 @@ def read_records(file: IO[bytes], where: str, limit: int) -> Records:
         igzip.IGzipFile(fileobj=file, mode="rb") if where.endswith(".gz") else file
     )
     try:
-        records_by_key = _Unpickler(_LimitedReader(decompressed_file, limit)).load()
+        sample_records_by_hook_key = _Unpickler(_LimitedReader(decompressed_file, limit)).load()
         return {
             hook_key: [
                 {field_name: _plain(field_value) for field_name, field_value in record.items()}
                 for record in records
             ]
-            for hook_key, records in records_by_key.items()
+            for hook_key, records in sample_records_by_hook_key.items()
         }
     except RunError as error:
         raise type(error)(f"{where}: {error}") from error
@@ -213,16 +217,17 @@ def read_pickle(
             or decompresses to more than `limit` bytes.
         RunError: If the file is damaged, or its records lack fields.
     """
-    records_by_key = read_records(file, where, limit)
+    sample_records_by_hook_key = read_records(file, where, limit)
     stored_hook_by_key_in_file = {
         hook_key: stored_hook
         for hook_key, stored_hook in hooks.items()
-        if hook_key in records_by_key
+        if hook_key in sample_records_by_hook_key
     }
     try:
         values_by_hook_key = {
             hook_key: [
-                stored_hook.from_record(sample_record) for sample_record in records_by_key[hook_key]
+                stored_hook.from_record(sample_record)
+                for sample_record in sample_records_by_hook_key[hook_key]
             ]
             for hook_key, stored_hook in stored_hook_by_key_in_file.items()
         }
@@ -237,7 +242,7 @@ def read_pickle(
                     if label_name in sample_record
                 },
             )
-            for sample_record in next(iter(records_by_key.values()), [])
+            for sample_record in next(iter(sample_records_by_hook_key.values()), [])
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
@@ -261,8 +266,8 @@ class _LimitedReader:
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._content_stream = stream
-        # Number of bytes that may be read, in all and from now on.
-        self._max_bytes = self._bytes_left = limit
+        self._max_bytes = limit  # largest number of bytes that may be read in total
+        self._bytes_left = limit  # number of bytes that may still be read
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= self._bytes_left:
@@ -313,9 +318,9 @@ class _Array(np.ndarray):
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
-        state_version, array_shape, dtype_replacement, is_fortran_order, array_content = state
+        state_version, array_shape, dtype_stand_in, is_fortran_order, array_content = state
         super().__setstate__(
-            (state_version, array_shape, dtype_replacement.dtype, is_fortran_order, array_content)
+            (state_version, array_shape, dtype_stand_in.dtype, is_fortran_order, array_content)
         )
 
 

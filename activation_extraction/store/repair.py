@@ -94,23 +94,25 @@ class Repair:
     """Describes the shards that a repair replaces, and how many samples are read or added again.
 
     Attributes:
-        json_version_by_withdrawn_shard_number: Number of each bad or missing shard -> version of
-            its JSON file, None if it has no file. Reservations replace the files in the order of
-            this dict.
-        gaps: Numbers of the bad and missing shards before a good one, in ascending order. If there
-            are no gaps, the repair only replaces the JSON files of bad shards at the end of the log
-            by reservations, and then continues the run.
+        json_file_version_by_withdrawn_shard_number: Number of each bad or missing shard -> version
+            of its JSON file. The version is None if the shard has no JSON file, or if the store has
+            no versions. Reservations replace the files in the order of this dict.
+        shard_numbers_to_store_again: Numbers of the bad and missing shards before a good one (the
+            gaps), in ascending order. The repair stores new shards under these numbers. If there
+            are none, the repair only replaces the JSON files of bad shards at the end of the log by
+            reservations, and then continues the run.
         num_samples_to_read: Number of the host's samples after which reading stops, counted from
             its first sample. None to read all the data, and for a program with a loop of its own.
         num_samples_to_add: Number of samples that a program with a loop of its own must add again:
             all samples up to the last one that is stored, or was stored and is lost. 0 for a run on
             a data set.
         previous_metadata: Content of metadata.json before the repair, of which `revised` keeps most
-            fields. Empty if metadata.json was missing, or if there are no gaps.
+            fields. Empty if metadata.json was missing, or if there are no
+            shards to store again.
     """
 
-    json_version_by_withdrawn_shard_number: Mapping[int, str | None]
-    gaps: tuple[int, ...] = ()
+    json_file_version_by_withdrawn_shard_number: Mapping[int, str | None]
+    shard_numbers_to_store_again: tuple[int, ...] = ()
     num_samples_to_read: int | None = None
     num_samples_to_add: int = 0
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -118,8 +120,8 @@ class Repair:
     def limits(self, limit_by_flag_name: Mapping[str, int | None]) -> dict[str, int | None]:
         """Returns the largest numbers of samples and of tokens to store during this repair.
 
-        If the repair stores no missing or bad shards again (`gaps` is empty), the numbers are the
-        same as in `limit_by_flag_name`. Otherwise they are the limits that metadata.json records,
+        If the repair stores no missing or bad shards again, the numbers are the same as in
+        `limit_by_flag_name`. Otherwise they are the limits that metadata.json records,
         so that the repair stores the same samples as the run did. A limit that metadata.json does
         not record is taken from `limit_by_flag_name`.
 
@@ -130,23 +132,26 @@ class Repair:
         Returns:
             A dict of the limits, by the same names; None for no limit.
         """
-        if not self.gaps:
+        if not self.shard_numbers_to_store_again:
             return dict(limit_by_flag_name)
         return {
             flag_name: self.previous_metadata.get(flag_name, limit_of_this_process)
             for flag_name, limit_of_this_process in limit_by_flag_name.items()
         }
 
-    def samples_missing(self, added_samples: int) -> int:
-        """Returns the number of samples that a program with a loop of its own still has to add.
+    def samples_missing(self, added_sample_count: int) -> int:
+        """Returns the number of samples that must still be added before the repair is complete.
+
+        Only a program with a loop of its own adds samples. For a run on a data set, the number is
+        0.
 
         Args:
-            added_samples: Number of samples that the program has added, including samples that are
-                skipped because they are stored already.
+            added_sample_count: Number of samples that the program has added, including samples that
+                are skipped because they are stored already.
         """
-        return max(self.num_samples_to_add - added_samples, 0)
+        return max(self.num_samples_to_add - added_sample_count, 0)
 
-    def status(self, stored_samples: int) -> str:
+    def status(self, stored_sample_count: int) -> str:
         """Returns the status of the run after all gaps are filled: "complete" or "interrupted".
 
         A run on a data set is complete again if it was complete before and has as many samples as
@@ -154,14 +159,15 @@ class Repair:
         samples as before. Otherwise, the run is interrupted and can be continued.
 
         Args:
-            stored_samples: Number of samples that are stored now.
+            stored_sample_count: Number of samples that are stored now.
         """
         previous_sample_count = self.previous_metadata.get("samples", 0)
+        # `num_samples_to_read` is None if a program with a loop of its own adds the samples.
         if self.num_samples_to_read is None:
-            is_run_complete = stored_samples >= previous_sample_count
-        else:
-            is_run_complete = self._was_complete and stored_samples == previous_sample_count
-        return "complete" if is_run_complete else "interrupted"
+            has_no_fewer_samples = stored_sample_count >= previous_sample_count
+            return "complete" if has_no_fewer_samples else "interrupted"
+        has_same_sample_count = stored_sample_count == previous_sample_count
+        return "complete" if self._was_complete and has_same_sample_count else "interrupted"
 
     @property
     def _was_complete(self) -> bool:
@@ -170,41 +176,40 @@ class Repair:
     def revised(self, new_metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of metadata.json that a process with this repair writes.
 
-        Gaps are the numbers of bad and missing shards before a good shard. They are filled when
-        shards with these numbers are stored again.
+        Gaps are the numbers of bad and missing shards before a good shard. The repair fills a gap
+        when it stores a new shard under this number.
 
         Args:
-            new_metadata: Fields that a process without a repair would write. If there are gaps, the
-                status "complete" in these fields means that all gaps are filled.
+            new_metadata: Fields that a process without a repair would write. If the repair has
+                gaps to fill, the status "complete" in these fields means that all of them are
+                filled by now.
 
         Returns:
-            One of the following, depending on the gaps:
+            `new_metadata`, if the repair has no gaps to fill. Otherwise the fields of metadata.json
+            before the repair, with the following changes:
 
-            - If there are no gaps: `new_metadata`.
-            - If there are gaps, and not all of them are filled: the fields of metadata.json before
-              the repair, but with "written" and "remote" from `new_metadata`. The status is
-              "complete" if it was "complete" before the repair, otherwise "interrupted".
-            - If there were gaps, and all of them are filled: the same fields, but the totals (the
-              keys in COUNTED and CUT) and "hooks" also come from `new_metadata`, and the status is
-              the result of the method `status`.
-
-            If there are or were gaps, fields that metadata.json did not contain before the repair
-            are taken from `new_metadata`.
+            - "written", "remote", and all fields that metadata.json did not contain before the
+              repair, come from `new_metadata`.
+            - As long as a gap is open, the status is "complete" if it was "complete" before the
+              repair, otherwise "interrupted".
+            - Once all gaps are filled, the totals (the fields in COUNTED and CUT) and "hooks" also
+              come from `new_metadata`, and the status is the result of the method `status`.
         """
-        if not self.gaps:
+        if not self.shard_numbers_to_store_again:
             return dict(new_metadata)
         revised_status = "complete" if self._was_complete else "interrupted"
-        changed_keys = ["written", "remote"]
+        changed_metadata_field_names = ["written", "remote"]
         if new_metadata["status"] == "complete":
             revised_status = self.status(new_metadata["samples"])
-            changed_keys += [*COUNTED, *CUT, "hooks"]
-        new_value_by_changed_key = {
-            changed_key: new_metadata[changed_key] for changed_key in changed_keys
+            changed_metadata_field_names += [*COUNTED, *CUT, "hooks"]
+        new_value_by_changed_field = {
+            changed_field_name: new_metadata[changed_field_name]
+            for changed_field_name in changed_metadata_field_names
         }
         return {
             **new_metadata,
             **self.previous_metadata,
-            **new_value_by_changed_key,
+            **new_value_by_changed_field,
             "status": revised_status,
         }
 
@@ -386,13 +391,15 @@ class RepairPlanner:
             duplicate_sample_numbers_in_shard = duplicate_sample_numbers.intersection(
                 _sample_numbers([checked_shard]).tolist()
             )
-            repeated_sample_numbers = duplicate_sample_numbers_in_shard & seen_sample_numbers
-            if repeated_sample_numbers:
-                shard_url = f"{self.folder.url}/{checked_shard.commit.name}"
+            sample_numbers_in_earlier_shards = (
+                duplicate_sample_numbers_in_shard & seen_sample_numbers
+            )
+            if sample_numbers_in_earlier_shards:
+                commit_url = f"{self.folder.url}/{checked_shard.commit.name}"
                 log.warning(
                     "%s: sample %d is also in a shard before it",
-                    shard_url,
-                    min(repeated_sample_numbers),
+                    commit_url,
+                    min(sample_numbers_in_earlier_shards),
                 )
             else:
                 seen_sample_numbers |= duplicate_sample_numbers_in_shard
@@ -408,10 +415,10 @@ class RepairPlanner:
             good_shards: Good shards, in the order of their numbers.
         """
         stored_metadata = run_log.metadata or {}
-        good_commit_by_number = {
+        good_commit_by_shard_number = {
             good_shard.commit.number: good_shard.commit for good_shard in good_shards
         }
-        last_good_shard_number = max(good_commit_by_number, default=0)
+        last_good_shard_number = max(good_commit_by_shard_number, default=0)
         damaged_shard_numbers = {
             number_of(damaged_file_name)
             for damaged_file_name in run_log.message_by_damaged_file
@@ -426,21 +433,21 @@ class RepairPlanner:
             ),
             reverse=True,
         )
-        gap_shard_numbers = tuple(
+        shard_numbers_to_store_again = tuple(
             shard_number
             for shard_number in range(1, last_good_shard_number)
-            if shard_number not in good_commit_by_number
+            if shard_number not in good_commit_by_shard_number
         )
-        json_version_by_withdrawn_shard_number = {
-            shard_number: run_log.version_by_shard_json.get(commit_name(shard_number))
-            for shard_number in (*bad_shard_numbers_at_end, *gap_shard_numbers)
+        json_file_version_by_withdrawn_shard_number = {
+            shard_number: run_log.file_version_by_shard_json_name.get(commit_name(shard_number))
+            for shard_number in (*bad_shard_numbers_at_end, *shard_numbers_to_store_again)
         }
         continuation_mark = furthest_mark(
-            good_commit_by_number.values(), self._index_of_first_missing_sample(good_shards)
+            good_commit_by_shard_number.values(), self._index_of_first_missing_sample(good_shards)
         )
-        if gap_shard_numbers:
+        if shard_numbers_to_store_again:
             continuation_plan = StoragePlan(
-                [*good_commit_by_number.values()],
+                [*good_commit_by_shard_number.values()],
                 run_id=run,
                 next_shard_number=last_good_shard_number + 1,
                 mark=continuation_mark,
@@ -448,34 +455,35 @@ class RepairPlanner:
             return replace(
                 continuation_plan,
                 repair=self._repair_of_gaps(
-                    gap_shard_numbers,
-                    json_version_by_withdrawn_shard_number,
+                    shard_numbers_to_store_again,
+                    json_file_version_by_withdrawn_shard_number,
                     continuation_plan,
                     stored_metadata,
                 ),
             )
         continuation_plan = plan_rest(
-            replace(run_log, commit_by_shard_number=good_commit_by_number), self.limit_by_flag_name
+            replace(run_log, commit_by_shard_number=good_commit_by_shard_number),
+            self.limit_by_flag_name,
         )
-        has_wrong_totals = continuation_plan.is_complete and any(
-            total_problems(good_commit_by_number.values(), stored_metadata)
+        has_wrong_totals = continuation_plan.is_run_complete and any(
+            total_problems(good_commit_by_shard_number.values(), stored_metadata)
         )
         return replace(
             continuation_plan,
             run_id=run,
             mark=continuation_mark,
-            is_up_to_date=continuation_plan.is_up_to_date
-            and not (json_version_by_withdrawn_shard_number or has_wrong_totals),
+            is_run_up_to_date=continuation_plan.is_run_up_to_date
+            and not (json_file_version_by_withdrawn_shard_number or has_wrong_totals),
             repair=Repair(
-                json_version_by_withdrawn_shard_number,
+                json_file_version_by_withdrawn_shard_number,
                 num_samples_to_add=self._num_samples_to_add(continuation_plan),
             ),
         )
 
     def _repair_of_gaps(
         self,
-        gaps: tuple[int, ...],
-        json_version_by_withdrawn_shard_number: Mapping[int, str | None],
+        shard_numbers_to_store_again: tuple[int, ...],
+        json_file_version_by_withdrawn_shard_number: Mapping[int, str | None],
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
@@ -486,15 +494,19 @@ class RepairPlanner:
         gaps. The repair stores new shards under these numbers.
 
         Args:
-            gaps: Numbers of the withdrawn shards before the last good shard, in ascending order.
-            json_version_by_withdrawn_shard_number: Number of each withdrawn shard, before or after
-                the last good shard -> version of its JSON file, None if it has no file.
+            shard_numbers_to_store_again: Numbers of the withdrawn shards before the last good
+                shard, in ascending order.
+            json_file_version_by_withdrawn_shard_number: Number of each withdrawn shard, before or
+                after the last good shard -> version of its JSON file. The version is None if the
+                shard has no JSON file, or if the store has no versions.
             plan: Plan that has no repair yet, and in which `commits` contains the commits of the
                 good shards only. The caller adds the returned repair to this plan.
             metadata: Content of metadata.json before the repair; empty if the file is missing.
         """
         gap_repair = Repair(
-            json_version_by_withdrawn_shard_number, gaps, previous_metadata=metadata
+            json_file_version_by_withdrawn_shard_number,
+            shard_numbers_to_store_again,
+            previous_metadata=metadata,
         )
         if not self.identity.from_dataset:
             return replace(
@@ -508,11 +520,13 @@ class RepairPlanner:
     def _num_samples_to_add(self, plan: StoragePlan) -> int:
         """Returns the number of samples that a program with a loop of its own must add again.
 
-        The good shards determine this number, so it may be too small if the last shards are lost.
-        It is 0 for a run on a data set, which is read again.
+        The program must add all samples from the first one to the last one that a good shard
+        contains. Samples in good shards are then skipped. Samples after the last good shard are not
+        counted, so the number is too small if the last shards are lost. It is 0 for a run on a data
+        set, because the repair reads the data set again.
 
         Args:
-            plan: Plan whose commits are the good shards.
+            plan: Plan whose `commits` are the commits of the good shards.
         """
         return 0 if self.identity.from_dataset else plan.end_of_stored(self.identity.worker)
 
@@ -525,12 +539,14 @@ class RepairPlanner:
         Args:
             good_shards: All undamaged shards of this host.
         """
-        stored_sample_numbers = np.sort(_sample_numbers(good_shards))
+        stored_sample_idx_values = np.sort(_sample_numbers(good_shards))
         host_worker = self.identity.worker
-        sample_numbers_without_gaps = host_worker.sample_idx(0) + host_worker.stride * np.arange(
-            len(stored_sample_numbers)
+        expected_sample_idx_values = host_worker.sample_idx(0) + host_worker.stride * np.arange(
+            len(stored_sample_idx_values)
         )
-        return int(np.argmax(np.append(stored_sample_numbers != sample_numbers_without_gaps, True)))
+        return int(
+            np.argmax(np.append(stored_sample_idx_values != expected_sample_idx_values, True))
+        )
 
 
 def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:

@@ -1,8 +1,9 @@
 """Plans how a process continues the stored run in the folder of one host.
 
 `plan_run` plans a run that begins or is continued; repair.py plans a repair with functions of this
-module. A run continues at the furthest mark of its shards. Some samples after this mark are already
-stored. `stored_after` finds them, so that they are not computed again.
+module. A run continues at the furthest mark of its shards. Some samples after this mark may already
+be stored, because packing changes the order of the samples in a group. `stored_after` finds them,
+so that they are not computed again.
 
 Planning only reads. It refuses a folder before anything expensive begins if the folder contains
 another run, if files are damaged, if shards before the last one are missing, or if more samples are
@@ -50,10 +51,12 @@ class StoragePlan:
             repair withdraws, are left out.
         run_id: Id of the run. None if a new run begins.
         next_shard_number: Number for the first shard that is stored after the last shard in
-            `commits`, from 1. The numbers of missing and bad shards before it are in `gaps`.
+            `commits`, from 1. In a repair, the numbers of missing and bad shards before it are in
+            the property `shard_numbers_to_store_again`.
         mark: Mark from which the run continues. None for the beginning of the data.
-        is_complete: Whether no sample is left to store.
-        is_up_to_date: Whether nothing is left to do, not even an update of metadata.json.
+        is_run_complete: Whether no sample of the run is left to store.
+        is_run_up_to_date: Whether nothing is left to do for the run, not even an update of
+            metadata.json.
         num_skipped_rows: For a complete run, the number of skipped rows in metadata.json, which
             includes rows after the last sample. 0 for an incomplete run, whose number is taken from
             the marks of the commits.
@@ -67,8 +70,8 @@ class StoragePlan:
     run_id: str | None = None
     next_shard_number: int = 1
     mark: Mark | None = None
-    is_complete: bool = False
-    is_up_to_date: bool = False
+    is_run_complete: bool = False
+    is_run_up_to_date: bool = False
     num_skipped_rows: int = 0
     num_empty_rows: int = 0
     repair: "Repair | None" = None
@@ -102,23 +105,25 @@ class StoragePlan:
 
     @property
     def number_to_reserve(self) -> int:
-        """The first number after all shards of the run, including shards that a repair withdraws.
+        """The smallest shard number after all shards, including shards that a repair withdraws.
 
-        A process reserves it before it stores shards. An earlier process that committed the last
-        shard may still be about to commit the shard with this number.
+        A process reserves this number before it stores shards, because an earlier process may still
+        be about to commit a shard under this number. The reservation prevents such a commit.
         """
-        withdrawn_shard_numbers = (
-            () if self.repair is None else self.repair.json_version_by_withdrawn_shard_number
-        )
-        return max([self.next_shard_number, *(number + 1 for number in withdrawn_shard_numbers)])
+        withdrawn_shard_numbers: list[int] = []
+        if self.repair is not None:
+            withdrawn_shard_numbers += self.repair.json_file_version_by_withdrawn_shard_number
+        last_withdrawn_shard_number = max(withdrawn_shard_numbers, default=0)
+        return max(self.next_shard_number, last_withdrawn_shard_number + 1)
 
     @property
-    def gaps(self) -> tuple[int, ...]:
+    def shard_numbers_to_store_again(self) -> tuple[int, ...]:
         """The numbers of the missing and bad shards that a repair stores again.
 
-        Only shards that come before a good shard are gaps. There are none without a repair.
+        These are the shards that come before a good shard, in ascending order. There are none
+        without a repair.
         """
-        return () if self.repair is None else self.repair.gaps
+        return () if self.repair is None else self.repair.shard_numbers_to_store_again
 
     @property
     def num_samples_to_read(self) -> int | None:
@@ -134,13 +139,16 @@ class StoragePlan:
         """Returns the mark for the commit of a new shard.
 
         Args:
-            mark: Mark from which the run could continue after the last sample of the shard.
+            mark: Mark from which the run could continue once this shard and all earlier ones are
+                stored. None if a program with a loop of its own adds the samples, because its
+                shards have no marks.
 
         Returns:
-            In a repair that stores missing or bad shards (gaps) again: the mark at which the repair
-            began, because all samples before a mark must be stored. Otherwise the argument `mark`.
+            In a repair that stores missing or bad shards again: the mark at which the repair began,
+            because all samples before a mark must be stored. None if that repair began at the
+            beginning of the data. Without such a repair: the argument `mark`.
         """
-        return self.mark if self.gaps else mark
+        return self.mark if self.shard_numbers_to_store_again else mark
 
 
 class ShardNumbers:
@@ -151,11 +159,12 @@ class ShardNumbers:
     no process can continue the run, so an unfinished repair is noticed.
 
     Args:
-        plan: The gaps and the first new number, among other decisions about what to store.
+        plan: Plan of this process, which contains the numbers of the gaps, and the first new number
+            (`next_shard_number`).
     """
 
     def __init__(self, plan: StoragePlan) -> None:
-        self._gap_shard_numbers = [*plan.gaps]
+        self._shard_numbers_to_store_again = [*plan.shard_numbers_to_store_again]
         self._next_shard_number = plan.next_shard_number
 
     def take(self) -> int:
@@ -165,8 +174,8 @@ class ShardNumbers:
         (the gaps) come before new numbers. The highest gap is never returned here, because
         `take_gaps` returns it when the repair stores its final shard.
         """
-        if len(self._gap_shard_numbers) > 1:
-            return self._gap_shard_numbers.pop(0)
+        if len(self._shard_numbers_to_store_again) > 1:
+            return self._shard_numbers_to_store_again.pop(0)
         self._next_shard_number += 1
         return self._next_shard_number - 1
 
@@ -180,9 +189,9 @@ class ShardNumbers:
         the list, and a shard without samples for each of the other numbers. The list is empty if
         there is no repair.
         """
-        remaining_gap_shard_numbers = self._gap_shard_numbers
-        self._gap_shard_numbers = []
-        return remaining_gap_shard_numbers
+        remaining_shard_numbers = self._shard_numbers_to_store_again
+        self._shard_numbers_to_store_again = []
+        return remaining_shard_numbers
 
 
 # A function that takes the log of a folder and returns the plan of this process. It is called when
@@ -194,7 +203,7 @@ Planner = Callable[[RunLog], StoragePlan]
 def plan_run(
     identity: Identity, limit_by_flag_name: Mapping[str, int | None], run_log: RunLog
 ) -> StoragePlan:
-    """Plans a run that begins or is continued.
+    """Plans how a process begins a run in a folder, or continues the run that the folder contains.
 
     Args:
         identity: Identity of the run.
@@ -202,13 +211,17 @@ def plan_run(
             "max_samples" and "max_tokens"; None for no limit.
         run_log: Log of the folder.
 
+    Returns:
+        The plan: the commits of the stored shards, and the mark from which the run continues (see
+        `StoragePlan`).
+
     Raises:
         InputError: If the folder contains another run, files are damaged or missing, or the shards
             contain more samples or tokens than the limits allow.
     """
-    repair_remedy = f"{identity.repair_option} repairs it"
+    repair_hint = f"{identity.repair_option} repairs it"
     for damage_message in run_log.message_by_damaged_file.values():
-        damage_remedy = VERSION_REMEDY if OTHER_VERSION in damage_message else repair_remedy
+        damage_remedy = VERSION_REMEDY if OTHER_VERSION in damage_message else repair_hint
         raise InputError(f"{damage_message}; {damage_remedy}")
     if run_log.identity is not None:
         refuse_difference(run_log.url, identity.compare(run_log.identity))
@@ -219,7 +232,7 @@ def plan_run(
         )
     refuse_elsewhere(run_log)
     for missing_file_problem in run_log.problems if run_log.metadata is not None else ():
-        raise InputError(f"{missing_file_problem}; {repair_remedy}")
+        raise InputError(f"{missing_file_problem}; {repair_hint}")
     return plan_rest(run_log, limit_by_flag_name)
 
 
@@ -230,6 +243,9 @@ def plan_rest(run_log: RunLog, limit_by_flag_name: Mapping[str, int | None]) -> 
         run_log: Log of the folder, whose shards are numbered without gaps.
         limit_by_flag_name: Largest numbers of samples and of tokens to store, by the names
             "max_samples" and "max_tokens"; None for no limit.
+
+    Returns:
+        The plan, whose field `repair` is None.
 
     Raises:
         InputError: If the shards contain more samples or tokens than the limits allow. A limit is
@@ -268,8 +284,8 @@ def plan_rest(run_log: RunLog, limit_by_flag_name: Mapping[str, int | None]) -> 
     ):
         return replace(
             plan_to_continue,
-            is_complete=True,
-            is_up_to_date=True,
+            is_run_complete=True,
+            is_run_up_to_date=True,
             num_skipped_rows=stored_metadata.get("skipped_rows", 0),
             num_empty_rows=stored_metadata.get("empty_rows", 0),
         )
@@ -297,16 +313,16 @@ def stored_after(
     """
     sample_count_before_mark = 0 if mark is None else mark.samples
     first_sample_idx_after_mark = identity.worker.sample_idx(sample_count_before_mark)
-    sample_by_number: dict[int, StoredSample] = {}
-    repair_remedy = f"{identity.repair_option} repairs it"
+    stored_sample_by_idx: dict[int, StoredSample] = {}
+    repair_hint = f"{identity.repair_option} repairs it"
     for commit in commits:
         if commit.count and commit.last >= first_sample_idx_after_mark:
             try:
-                sample_by_number |= samples_to_continue(read_table(folder, commit))
+                stored_sample_by_idx |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
-                raise InputError(f"{error}; {repair_remedy}") from error
+                raise InputError(f"{error}; {repair_hint}") from error
     sample_count_after_mark = sum(
-        sample_number >= first_sample_idx_after_mark for sample_number in sample_by_number
+        sample_idx >= first_sample_idx_after_mark for sample_idx in stored_sample_by_idx
     )
     stored_sample_count = sum(commit.count for commit in commits)
     missing_sample_count = sample_count_before_mark + sample_count_after_mark - stored_sample_count
@@ -315,7 +331,7 @@ def stored_after(
     if missing_sample_count > 0:
         raise InputError(
             f"{folder.url}: {counted(missing_sample_count, 'sample')} before the mark of its "
-            f"shards not stored; {repair_remedy}"
+            f"shards not stored; {repair_hint}"
         )
     # More samples are stored than there are sample numbers, so some are stored twice. This happens
     # if, for example, a repair stored the samples of a lost JSON file again, and the file was put
@@ -323,9 +339,9 @@ def stored_after(
     if missing_sample_count < 0:
         raise InputError(
             f"{folder.url}: {counted(-missing_sample_count, 'sample')} stored more than once; "
-            f"{repair_remedy}"
+            f"{repair_hint}"
         )
-    return sample_by_number
+    return stored_sample_by_idx
 
 
 def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:

@@ -187,10 +187,10 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
             repair_option = (
                 "--repair" if run_log.identity is None else run_log.identity.repair_option
             )
-            repair_remedy = (
+            repair_hint = (
                 "" if OTHER_VERSION in problem_message else f"; {repair_option} repairs it"
             )
-            raise OSError(f"{problem_message}{repair_remedy}")
+            raise OSError(f"{problem_message}{repair_hint}")
         if run_log.moved_to and run_log.missing_file_names:
             raise OSError(f"{run_log.url}: the shards were uploaded to {run_log.moved_to}")
     for problem_message in foreign_folders(log_by_folder_name):
@@ -300,27 +300,29 @@ class RunFolders:
 
     Attributes:
         worker: Machine and host of this process.
-        local_output: Path of the local output folder.
+        local_output_path: Path of the local output folder.
         bucket_url: URL of the output folder in a bucket. None if there is no bucket.
-        upload_timeout: Seconds for which a failing request to the bucket is repeated.
+        upload_timeout_seconds: Seconds for which a failing request to the bucket is repeated.
     """
 
     worker: Worker
-    local_output: Path
+    local_output_path: Path
     bucket_url: str | None
-    upload_timeout: int
+    upload_timeout_seconds: int
 
     @property
     def folder(self) -> Path:
         """The path of the worker's local folder."""
-        return self.local_output / folder_name(self.worker, in_bucket=False)
+        return self.local_output_path / folder_name(self.worker, in_bucket=False)
 
     @cached_property
     def roots(self) -> list[Folder]:
         """The output folders: the local one, then the one in the bucket if there is a bucket."""
-        output_folders = [Folder(str(self.local_output))]
+        output_folders = [Folder(str(self.local_output_path))]
         if self.bucket_url is not None:
-            output_folders.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))
+            output_folders.append(
+                Folder(self.bucket_url, self.upload_timeout_seconds, UPLOAD_TIMEOUT)
+            )
         return output_folders
 
     @cached_property

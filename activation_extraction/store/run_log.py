@@ -121,8 +121,10 @@ OWN_FILES = re.compile(
 # Number of JSON files that are read at the same time. It may exceed the number of processors,
 # because reading a file in a bucket is mostly waiting for the answer.
 JSONS_AT_ONCE = 64
-# Largest number of JSON files that are requested although the listing of the folder lacks them. It
-# limits the time if a log has a large gap.
+# Largest number of JSON files that are requested by name because the listing of the folder lacks
+# them, although it contains files of later shards. The listing may be outdated, because a listing
+# of several pages may lack a file that was written meanwhile. The limit saves time if a log has a
+# large gap.
 MAX_UNLISTED = 1000
 T = TypeVar("T")
 
@@ -307,8 +309,8 @@ class Commit:
             if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
             facts_by_name = {
-                file_name: FileFacts.from_json(file_facts)
-                for file_name, file_facts in content["files"].items()
+                file_name: FileFacts.from_json(file_facts_json)
+                for file_name, file_facts_json in content["files"].items()
             }
             mark_fields = content["mark"]
             parsed_fields = {
@@ -420,12 +422,12 @@ class RunLog:
 
     Attributes:
         metadata: Content of metadata.json. None if the file is missing or damaged.
-        metadata_version: Version of metadata.json. None if the file is missing, or the store has no
-            versions.
+        metadata_file_version: Version of metadata.json. None if the file is missing, or the store
+            has no versions.
         commit_by_shard_number: Commits of the run that metadata.json names, by the number of the
             shard. Without metadata, the commits of all runs.
-        version_by_shard_json: Version of each shard's JSON file that was read, by the name of the
-            file; None if the store has no versions. Missing files have no key.
+        file_version_by_shard_json_name: Version of each shard's JSON file that was read, by the
+            name of the file; None if the store has no versions. Missing files have no key.
         size_by_file_name: Sizes of all files in the folder in bytes, by the name of the file.
         message_by_damaged_file: Message on each JSON file that cannot be read, by the name of the
             file.
@@ -435,9 +437,9 @@ class RunLog:
     """
 
     metadata: dict[str, Any] | None = None
-    metadata_version: str | None = None
+    metadata_file_version: str | None = None
     commit_by_shard_number: dict[int, Commit] = field(default_factory=dict)
-    version_by_shard_json: dict[str, str | None] = field(default_factory=dict)
+    file_version_by_shard_json_name: dict[str, str | None] = field(default_factory=dict)
     size_by_file_name: dict[str, int] = field(default_factory=dict)
     message_by_damaged_file: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -569,11 +571,12 @@ def _read_once(folder: Folder) -> RunLog:
     The returned log may mix the files of two runs if a new run begins at the same time.
     """
     metadata_content_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
-    metadata_content, metadata_version = metadata_content_and_version or (None, None)
+    metadata_content, metadata_file_version = metadata_content_and_version or (None, None)
     # Name of a JSON file that cannot be read -> message on the file.
     message_by_damaged_file: dict[str, str] = {}
-    # Name of a shard's JSON file, a commit or a reservation -> version of this file.
-    version_by_shard_json: dict[str, str | None] = {}
+    # Name of a shard's JSON file (a commit or a reservation) -> version of this file; None if the
+    # store has no versions.
+    file_version_by_shard_json_name: dict[str, str | None] = {}
     metadata = None
     if metadata_content is not None:
         try:
@@ -581,27 +584,35 @@ def _read_once(folder: Folder) -> RunLog:
         except DamagedError as error:
             message_by_damaged_file[METADATA] = str(error)
     size_by_file_name = folder.files()
-    listed_json_names = {
+    listed_shard_json_names = {
         file_name for file_name in size_by_file_name if COMMIT.fullmatch(file_name)
     }
     commit_by_shard_number = _read_commits(
-        folder, listed_json_names, metadata, version_by_shard_json, message_by_damaged_file
+        folder,
+        listed_shard_json_names,
+        metadata,
+        file_version_by_shard_json_name,
+        message_by_damaged_file,
     )
     # A listing of several pages may lack a shard's JSON file that was written meanwhile, so JSON
     # files with the missing numbers are requested by name.
     missing_shard_numbers = chain.from_iterable(_gaps([0, *sorted(commit_by_shard_number)]))
-    missing_json_names = {
+    missing_shard_json_names = {
         commit_name(shard_number) for shard_number in islice(missing_shard_numbers, MAX_UNLISTED)
     }
-    unlisted_json_names = missing_json_names - listed_json_names
+    unlisted_shard_json_names = missing_shard_json_names - listed_shard_json_names
     commit_by_shard_number |= _read_commits(
-        folder, unlisted_json_names, metadata, version_by_shard_json, message_by_damaged_file
+        folder,
+        unlisted_shard_json_names,
+        metadata,
+        file_version_by_shard_json_name,
+        message_by_damaged_file,
     )
     run_log = RunLog(
         metadata=metadata,
-        metadata_version=metadata_version,
+        metadata_file_version=metadata_file_version,
         commit_by_shard_number=commit_by_shard_number,
-        version_by_shard_json=version_by_shard_json,
+        file_version_by_shard_json_name=file_version_by_shard_json_name,
         size_by_file_name=size_by_file_name,
         message_by_damaged_file=message_by_damaged_file,
         metrics=last_metrics(folder, size_by_file_name.get(METRICS, 0)),
@@ -619,7 +630,7 @@ def _read_commits(
     folder: Folder,
     names: Iterable[str],
     metadata: Mapping[str, Any] | None,
-    version_by_shard_json: dict[str, str | None],
+    file_version_by_shard_json_name: dict[str, str | None],
     message_by_damaged_file: dict[str, str],
 ) -> dict[int, Commit]:
     """Reads JSON files of shards, and returns the commits among them by the shard's number.
@@ -631,12 +642,12 @@ def _read_commits(
         names: Names of the JSON files, of which some may not exist.
         metadata: Content of metadata.json. Commits of other runs are left out. None to return the
             commits of all runs.
-        version_by_shard_json: Dict to which the version of each file is added, by the name of the
-            file.
+        file_version_by_shard_json_name: Dict to which the version of each file is added, by the
+            name of the file.
         message_by_damaged_file: Dict to which a message on each file that cannot be read is added,
             by the name of the file.
     """
-    commit_by_number: dict[int, Commit] = {}
+    commit_by_shard_number: dict[int, Commit] = {}
     sorted_json_names = sorted(names)
 
     def read(name: str) -> tuple[bytes, str | None] | None:
@@ -648,15 +659,17 @@ def _read_commits(
         ):
             if json_content_and_version is None:
                 continue
-            json_content, version_by_shard_json[shard_json_name] = json_content_and_version
+            json_content, file_version_by_shard_json_name[shard_json_name] = (
+                json_content_and_version
+            )
             try:
                 commit = parse_commit(json_content, f"{folder.url}/{shard_json_name}")
             except DamagedError as error:
                 message_by_damaged_file[shard_json_name] = str(error)
                 continue
             if commit is not None and (metadata is None or commit.run == metadata["run"]):
-                commit_by_number[commit.number] = commit
-    return commit_by_number
+                commit_by_shard_number[commit.number] = commit
+    return commit_by_shard_number
 
 
 def _gaps(numbers: Iterable[int]) -> list[range]:

@@ -44,13 +44,14 @@ class Blocks:
         start_offset: Offset in the file of the first byte of the first block.
         stop_offset: Offset in the file of the byte after the last block.
         block_bytes: Size of a block in bytes. The last block may be smaller.
-        crc32c_hex_of_blocks: CRC-32C of each block, 8 hexadecimal digits each, concatenated.
+        concatenated_block_crc32c_hex: CRC-32C of each block, 8 hexadecimal digits each,
+            concatenated.
     """
 
     start_offset: int
     stop_offset: int
     block_bytes: int
-    crc32c_hex_of_blocks: str
+    concatenated_block_crc32c_hex: str
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,19 @@ class RangeChecksums:
         """The bytes before the tensor `token_ids`, as one block with its checksum."""
         return Blocks(0, self.front, self.front, self.front_crc32c)
 
-    def blocks_of(self, name: str, tensor: Tensor) -> Blocks | None:
+    def blocks_of(self, name: str, header_entry: Tensor) -> Blocks | None:
         """Returns the checksums of a tensor, one for each block of tokens; None without checksums.
 
         Args:
             name: Name of the tensor.
-            tensor: Dtype, shape and byte offsets of the tensor in the file.
+            header_entry: Dtype, shape and byte offset of the tensor in the file.
         """
         if name not in self.crc32c:
             return None
-        block_bytes = self.tokens * tensor.row_bytes
-        return Blocks(tensor.offset, tensor.end, block_bytes, self.crc32c[name])
+        bytes_per_block_of_tokens = self.tokens * header_entry.row_bytes
+        return Blocks(
+            header_entry.offset, header_entry.end, bytes_per_block_of_tokens, self.crc32c[name]
+        )
 
 
 def blocks_of(buffers: Iterable[memoryview], block_bytes: int) -> Iterator[list[memoryview]]:
@@ -237,12 +240,12 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         return file_buffers[first_buffer_index:stop_buffer_index]
 
     num_front_bytes = file_header.tensors["token_ids"].offset
-    checksums_by_tensor_name = dict[str, str]()
-    for tensor_name, tensor in file_header.tensors.items():
-        if tensor.shape[0] == token_count:
-            tensor_buffers = buffers_of_range(tensor.offset, tensor.end)
-            checksums_by_tensor_name[tensor_name] = crc_digits(
-                tensor_buffers, tokens_per_block * tensor.row_bytes
+    joined_checksums_by_tensor_name = dict[str, str]()
+    for tensor_name, header_entry in file_header.tensors.items():
+        if header_entry.shape[0] == token_count:
+            tensor_buffers = buffers_of_range(header_entry.offset, header_entry.end)
+            joined_checksums_by_tensor_name[tensor_name] = crc_digits(
+                tensor_buffers, tokens_per_block * header_entry.row_bytes
             )
     return RangeChecksums(
         front=num_front_bytes,
@@ -251,14 +254,15 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         consecutive=all(
             np.array_equal(positions, np.arange(len(positions))) for positions in shard.positions
         ),
-        crc32c=checksums_by_tensor_name,
+        crc32c=joined_checksums_by_tensor_name,
     )
 
 
-# A function that begins to read the bytes of a shard's file between two offsets. It returns a
-# function that waits for these bytes and returns them, uint8. The third argument is the blocks
-# whose checksums are compared with the bytes. None to compare the checksums of every MiB of the
-# file, which the JSON of the shard records.
+# A function that begins to read a range of bytes of a shard's file. Its arguments are the offset of
+# the first byte, the offset of the byte after the last one, and `Blocks` that contain the range,
+# with the checksums that their bytes must have. If the third argument is None, the MiB of the file
+# that contain the range must have the checksums that the JSON of the shard records for every MiB.
+# The function returns another function, which waits for the bytes and returns them, uint8.
 BeginRead = Callable[[int, int, Blocks | None], Callable[[], np.ndarray]]
 
 
@@ -269,7 +273,8 @@ class SafetensorsFile:
     they are read when a method is called, and only the attributes are kept in memory.
 
     Attributes:
-        tensors: Dtypes, shapes and byte offsets of the tensors by name, in the order of the file.
+        header_entry_by_tensor_name: Dtype, shape and byte offset of each tensor by its name, in the
+            order of the file.
         sample_numbers: Numbers (`sample_idx`) of the samples, int64 (samples,).
         sample_offsets: Index in the shard of the first token of each sample, int64 (samples + 1,).
             The last item is the number of tokens in the shard. Sample i consists of the tokens from
@@ -304,15 +309,16 @@ class SafetensorsFile:
         """
         self._begin_read = begin
         self._file_location = where  # path or URL of the file, for messages
-        self._checksums = checksums
+        self._range_checksums = checksums
         # First bytes of the file, uint8. They stay in memory until the header and the tensors
         # `sample_idx` and `sample_offsets` are read, so that a file in a bucket needs only one
         # request for all three. `checksums` records the number of the bytes that contain all three,
         # and the checksum of these bytes. Without `checksums`, `front` is used as the number.
         if checksums is not None:
-            self._first_bytes_of_file = begin(0, checksums.front, checksums.front_blocks)()
+            wait_for_first_bytes = begin(0, checksums.front, checksums.front_blocks)
         else:
-            self._first_bytes_of_file = begin(0, min(front, size), None)()
+            wait_for_first_bytes = begin(0, min(front, size), None)
+        self._first_bytes_of_file = wait_for_first_bytes()
         file_header = read_header(self._read, size, where, RunError)
         format_version = file_header.metadata.get("format")
         if format_version != FORMAT:
@@ -320,13 +326,14 @@ class SafetensorsFile:
                 f"{where}: is not a shard that can be read: format {format_version!r}, expected "
                 f"{FORMAT!r}"
             )
-        self.tensors = file_header.tensors
+        self.header_entry_by_tensor_name = file_header.tensors
         # Labels are the roles and turns of tokens, which not every run stores. A hook may have the
         # same name as a label, but a hook's tensor has two axes, and a label's tensor has one.
         self.label_names = [
             label_name
             for label_name in LABELS
-            if label_name in self.tensors and len(self.tensors[label_name].shape) == 1
+            if label_name in self.header_entry_by_tensor_name
+            and len(self.header_entry_by_tensor_name[label_name].shape) == 1
         ]
         self.sample_numbers = np.array(self.whole("sample_idx"))
         self.sample_offsets = np.array(self.whole("sample_offsets"))
@@ -346,7 +353,7 @@ class SafetensorsFile:
             each. The names are `token_ids`, `position`, and the names in `label_names`.
         """
         wait_function_by_tensor_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
-        if self._checksums is not None and self._checksums.consecutive:
+        if self._range_checksums is not None and self._range_checksums.consecutive:
             # Consecutive positions can be computed, which takes less time than requesting them from
             # a bucket.
             wait_function_by_tensor_name["position"] = lambda: self._consecutive_positions(
@@ -391,18 +398,21 @@ class SafetensorsFile:
         Raises:
             RunError: If the file lacks the tensor or some of the rows.
         """
-        tensor = self._tensor(name)
-        if stop > tensor.shape[0]:
+        header_entry = self._header_entry(name)
+        if stop > header_entry.shape[0]:
+            num_rows_phrase = counted(header_entry.shape[0], "row")
             raise RunError(
-                f"{self._file_location}: the tensor {name} has {counted(tensor.shape[0], 'row')}, "
+                f"{self._file_location}: the tensor {name} has {num_rows_phrase}, "
                 f"expected {stop} or more"
             )
         blocks_to_check = (
-            None if self._checksums is None else self._checksums.blocks_of(name, tensor)
+            None
+            if self._range_checksums is None
+            else self._range_checksums.blocks_of(name, header_entry)
         )
-        wait_for_bytes = self._begin(*tensor.byte_range(start, stop), blocks_to_check)
-        rows_shape = stop - start, *tensor.shape[1:]
-        return lambda: np.ndarray(rows_shape, tensor.dtype, wait_for_bytes())
+        wait_for_bytes = self._begin(*header_entry.byte_range(start, stop), blocks_to_check)
+        rows_shape = stop - start, *header_entry.shape[1:]
+        return lambda: np.ndarray(rows_shape, header_entry.dtype, wait_for_bytes())
 
     def whole(self, name: str) -> np.ndarray:
         """Reads a whole tensor.
@@ -413,9 +423,9 @@ class SafetensorsFile:
         Raises:
             RunError: If the file lacks the tensor.
         """
-        return self.begin_rows(name, 0, self._tensor(name).shape[0])()
+        return self.begin_rows(name, 0, self._header_entry(name).shape[0])()
 
-    def _tensor(self, name: str) -> Tensor:
+    def _header_entry(self, name: str) -> Tensor:
         """Returns the dtype, the shape and the byte offsets of a tensor in the file.
 
         Args:
@@ -424,10 +434,10 @@ class SafetensorsFile:
         Raises:
             RunError: If the file lacks the tensor.
         """
-        tensor = self.tensors.get(name)
-        if tensor is None:
+        header_entry = self.header_entry_by_tensor_name.get(name)
+        if header_entry is None:
             raise RunError(f"{self._file_location}: lacks the tensor {name}")
-        return tensor
+        return header_entry
 
     def _read(self, start: int, stop: int) -> bytes:
         """Reads a range of bytes of the file for `read_header`.
@@ -453,11 +463,16 @@ class SafetensorsFile:
         Args:
             start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
-            blocks: Blocks whose checksums are compared with the bytes. None to compare the
-                checksums of every MiB of the file, which the JSON of the shard records.
+            blocks: Blocks that contain the range, with the checksums that their bytes must have.
+                None to check the bytes by the checksums that the JSON of the shard records for
+                every MiB of the file.
 
         Returns:
-            A function that waits for the bytes and returns them, uint8 (stop - start,).
+            A function that waits for the bytes and returns them, uint8 (stop - start,). It raises
+            RunError if bytes that were read from a bucket do not have their checksum.
+
+        Raises:
+            RunError: If the file is local, and the bytes do not have their checksum.
         """
         front_content = self._first_bytes_of_file
         if stop > len(front_content):

@@ -248,7 +248,7 @@ class ShardBytes:
         """
         if (
             f"{crc32c(bytes_of_block.data):08x}"
-            != blocks.crc32c_hex_of_blocks[8 * block_number : 8 * block_number + 8]
+            != blocks.concatenated_block_crc32c_hex[8 * block_number : 8 * block_number + 8]
         ):
             block_start = blocks.start_offset + block_number * blocks.block_bytes
             first_mib, last_mib = block_start // MIB, (block_start + len(bytes_of_block) - 1) // MIB
@@ -290,8 +290,8 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[StoredHook]) -> S
         )
         safetensors_file = _in_memory(unpickled_shard, file_url)
     actual_dtype_and_shape_by_tensor_name = {
-        tensor_name: (tensor.dtype, tensor.shape)
-        for tensor_name, tensor in safetensors_file.tensors.items()
+        tensor_name: (header_entry.dtype, header_entry.shape)
+        for tensor_name, header_entry in safetensors_file.header_entry_by_tensor_name.items()
     }
     expected_dtype_and_shape_by_tensor_name: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),

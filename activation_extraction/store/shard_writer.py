@@ -212,7 +212,7 @@ class ShardWriter:
         """
         writer_id = self._log_writer.process_id
         shard_commit = Commit(
-            number, self._log_writer.begin_time, mark, identity=self._identity.digest
+            number, self._log_writer.storing_start_time, mark, identity=self._identity.digest
         )
         if not shard.samples:
             return shard_commit, []

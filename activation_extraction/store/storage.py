@@ -256,7 +256,7 @@ class ActivationStorage:
     @property
     def complete(self) -> bool:
         """Whether earlier processes have completed the run, so that no sample can be added."""
-        return self.plan.is_complete
+        return self.plan.is_run_complete
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -282,7 +282,7 @@ class ActivationStorage:
             RunError: If another process is writing to the folder.
             StorageError: If a file cannot be written.
         """
-        if self._state != "planned" or self.plan.is_up_to_date:
+        if self._state != "planned" or self.plan.is_run_up_to_date:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -294,7 +294,7 @@ class ActivationStorage:
                     self.folder,
                 )
             self._follow(self._log_writer.take_over(self._planner, self.options.overwrite))
-            if self.plan.is_up_to_date:
+            if self.plan.is_run_up_to_date:
                 return self._unlock()
             self._state = "open"
             self._metrics_file.begin(anew=self.options.overwrite)
@@ -347,7 +347,7 @@ class ActivationStorage:
         Raises:
             StorageError: If the file cannot be written.
         """
-        if not self.plan.gaps:
+        if not self.plan.shard_numbers_to_store_again:
             self._metrics_file.append(metrics)
 
     def add_batch(self, batch: Batch, activations: Mapping[HookKey, np.ndarray]) -> None:
@@ -607,7 +607,7 @@ class ActivationStorage:
         missing_sample_count = 0
         if complete and self.plan.repair is not None:
             missing_sample_count = self.plan.repair.samples_missing(self._next_sample_number)
-        is_run_complete = (complete and not missing_sample_count) or self.plan.is_complete
+        is_run_complete = (complete and not missing_sample_count) or self.plan.is_run_complete
         self.totals.update_row_counts(skipped_rows, empty_rows)
         self._state = "closed"
         is_storing_finished = False
