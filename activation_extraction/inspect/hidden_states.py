@@ -478,18 +478,20 @@ def _as_array(tensor: Any) -> np.ndarray:
     return tensor_values
 
 
-def _check_names(path: Path, tensors: dict[str, np.ndarray], names: Sequence[str]) -> None:
+def _check_names(
+    path: Path, tensor_by_name: dict[str, np.ndarray], needed_names: Sequence[str]
+) -> None:
     """Raises RunError if a file lacks one of the tensors that a trainer reads.
 
     Args:
         path: Path of the file, for the message.
-        tensors: Values of the tensors in the file, by name.
-        names: Names of the tensors that the trainer reads.
+        tensor_by_name: Values of the tensors in the file, by name.
+        needed_names: Names of the tensors that the trainer reads.
     """
-    for tensor_name in names:
-        if tensor_name not in tensors:
+    for tensor_name in needed_names:
+        if tensor_name not in tensor_by_name:
             raise RunError(
-                f"{path}: lacks the tensor {tensor_name}; has {', '.join(map(str, tensors))}"
+                f"{path}: lacks the tensor {tensor_name}; has {', '.join(map(str, tensor_by_name))}"
             )
 
 

@@ -378,11 +378,11 @@ def throughput(
             )
     if not cumulative_seconds_and_tokens_of_hosts:
         return None
-    max_shard_count = max(
+    max_shards_per_host = max(
         cumulative_seconds_and_tokens.shape[1] - 1
         for cumulative_seconds_and_tokens in cumulative_seconds_and_tokens_of_hosts
     )
-    bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
+    bin_count = int(np.clip(max_shards_per_host // SHARDS_PER_BIN, 1, BINS))
     seconds_of_slowest_host = max(
         cumulative_seconds_of_shards[-1]
         for cumulative_seconds_of_shards, _ in cumulative_seconds_and_tokens_of_hosts
