@@ -93,7 +93,7 @@ def test_only_kept_tokens_leave_the_devices(monkeypatch):
             kept = np.random.default_rng(1).random((8, 60)) < share
             sent = take_kept({vector_type: array}, kept)
             copied = sum(
-                block.activations_by_vector_type[vector_type].nbytes for block in sent.blocks
+                block.activations_by_width_and_dtype[vector_type].nbytes for block in sent.blocks
             )
             assert copied <= min(2 * share + 0.1, 1.1) * values.nbytes, (axis, share)
             np.testing.assert_array_equal(sent.receive()[vector_type], values[:, kept])

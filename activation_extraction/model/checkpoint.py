@@ -41,20 +41,20 @@ class Adapter(Protocol):
     repository: Repository
 
     def merge(
-        self, tensor: str, index: Index, read_base: Callable[[Index], np.ndarray]
+        self, tensor_name: str, index: Index, read_base_tensor: Callable[[Index], np.ndarray]
     ) -> np.ndarray:
         """Returns a part of a tensor of the base model with the adapter's changes.
 
         Args:
-            tensor: The name of the tensor in the language model.
+            tensor_name: The name of the tensor in the language model.
             index: A (start, stop) slice for each axis.
-            read_base: A function that maps an index, in the form of `index`, to this part of the
-                tensor as stored in the base model.
+            read_base_tensor: A function that maps an index, in the form of `index`, to this part of
+                the tensor as stored in the base model.
 
         Returns:
             The values of the part. They are float32 if the adapter adds a change to the tensor. If
             it replaces the whole tensor, they have the dtype of the adapter's file. Otherwise they
-            are the result of `read_base`.
+            are the result of `read_base_tensor`.
         """
         ...
 

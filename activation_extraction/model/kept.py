@@ -40,8 +40,8 @@ class KeptBlock(NamedTuple):
     N is the same number for all blocks of a batch.
 
     Attributes:
-        activations_by_vector_type: Vector type (a width and a dtype) -> activations at the hooks of
-            this type, (hooks, devices * N, width).
+        activations_by_width_and_dtype: Vector type (a width and a dtype) -> activations at the
+            hooks of this type, (hooks, devices * N, width).
         token_indices_in_block: Indices of the kept tokens on the second axis of the activations,
             (kept tokens of the block,) int. The values at other indices are padding.
         kept_token_numbers: For each index in `token_indices_in_block`, the number of the kept
@@ -49,7 +49,7 @@ class KeptBlock(NamedTuple):
             from 0, ordered by row and position.
     """
 
-    activations_by_vector_type: dict[VectorType, Array]
+    activations_by_width_and_dtype: dict[VectorType, Array]
     token_indices_in_block: np.ndarray
     kept_token_numbers: np.ndarray
 
@@ -59,12 +59,12 @@ class KeptTokens(NamedTuple):
 
     Attributes:
         blocks: Blocks that together contain all kept tokens.
-        shape_by_vector_type: Vector type (a width and a dtype) -> shape of the activations at the
-            hooks of this type: (hooks, kept tokens of this host's rows, width).
+        shape_by_width_and_dtype: Vector type (a width and a dtype) -> shape of the activations at
+            the hooks of this type: (hooks, kept tokens of this host's rows, width).
     """
 
     blocks: list[KeptBlock]
-    shape_by_vector_type: dict[VectorType, tuple[int, int, int]]
+    shape_by_width_and_dtype: dict[VectorType, tuple[int, int, int]]
 
     def receive(self) -> dict[VectorType, np.ndarray]:
         """Copies the activations to the host, and waits for them.
@@ -75,80 +75,80 @@ class KeptTokens(NamedTuple):
         """
         # All copies are started before the first copy is awaited, so that they overlap.
         host_copies_of_blocks = [
-            jax.tree.map(to_host, kept_token_block.activations_by_vector_type)
+            jax.tree.map(to_host, kept_token_block.activations_by_width_and_dtype)
             for kept_token_block in self.blocks
         ]
-        received_array_by_vector_type = {
-            vector_type: np.empty(received_shape, vector_type.dtype)
-            for vector_type, received_shape in self.shape_by_vector_type.items()
+        received_array_by_width_and_dtype = {
+            width_and_dtype: np.empty(received_shape, width_and_dtype.dtype)
+            for width_and_dtype, received_shape in self.shape_by_width_and_dtype.items()
         }
-        for kept_token_block, host_copy_by_vector_type in zip(
+        for kept_token_block, host_copy_by_width_and_dtype in zip(
             self.blocks, host_copies_of_blocks, strict=True
         ):
-            for vector_type, copied_array in host_copy_by_vector_type.items():
+            for width_and_dtype, copied_array in host_copy_by_width_and_dtype.items():
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
                 bits_dtype = f"uint{8 * copied_array.dtype.itemsize}"
                 kept_bits = np.asarray(copied_array).view(bits_dtype)[
                     :, kept_token_block.token_indices_in_block
                 ]
-                received_array_by_vector_type[vector_type].view(bits_dtype)[
+                received_array_by_width_and_dtype[width_and_dtype].view(bits_dtype)[
                     :, kept_token_block.kept_token_numbers
                 ] = kept_bits
-        return received_array_by_vector_type
+        return received_array_by_width_and_dtype
 
 
 def take_kept(
-    activations_by_vector_type: Mapping[VectorType, Array], kept_mask: np.ndarray
+    activations_by_width_and_dtype: Mapping[VectorType, Array], kept_mask: np.ndarray
 ) -> KeptTokens:
     """Starts to gather the activations of kept tokens, without waiting for the devices.
 
     Args:
-        activations_by_vector_type: Vector type (a width and a dtype) -> activations at the hooks of
-            this type, (hooks, rows of all hosts, T, width), with the sharding of
-            `HostRows.outgoing`.
+        activations_by_width_and_dtype: Vector type (a width and a dtype) -> activations at the
+            hooks of this type, (hooks, rows of all hosts, T, width). Their sharding is the result
+            of `HostRows.outgoing`.
         kept_mask: The mask of the kept tokens of this host's rows, (B, T) bool.
 
     Returns:
         The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
-    jax_shards_by_vector_type = {
-        vector_type: device_parts_of_host(activations_of_type)
-        for vector_type, activations_of_type in activations_by_vector_type.items()
+    device_parts_by_width_and_dtype = {
+        width_and_dtype: device_parts_of_host(activations_of_type)
+        for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
     }
     # The arrays of all vector types are split alike: their parts on a device have the same rows and
     # tokens.
-    jax_shards_of_first_vector_type = next(iter(jax_shards_by_vector_type.values()))
+    device_parts_of_first_array = next(iter(device_parts_by_width_and_dtype.values()))
     host_mesh = Mesh(
-        np.array([jax_shard.device for jax_shard in jax_shards_of_first_vector_type]),
+        np.array([device_part.device for device_part in device_parts_of_first_array]),
         ("device",),
     )
     index_sharding = NamedSharding(host_mesh, PartitionSpec("device"))
-    host_array_by_vector_type = {
-        vector_type: _array_of_host(host_mesh, jax_shards)
-        for vector_type, jax_shards in jax_shards_by_vector_type.items()
+    host_array_by_width_and_dtype = {
+        width_and_dtype: _array_of_host(host_mesh, device_parts)
+        for width_and_dtype, device_parts in device_parts_by_width_and_dtype.items()
     }
     kept_token_blocks: list[KeptBlock] = []
-    for block_plan in _block_plans(kept_mask, rows_and_tokens(jax_shards_of_first_vector_type)):
+    for block_plan in _block_plans(kept_mask, rows_and_tokens(device_parts_of_first_array)):
         token_indices_of_devices = jax.device_put(
             block_plan.token_indices_of_devices, index_sharding
         )
-        gathered_array_by_vector_type = {
-            vector_type: gather_tokens(host_mesh, host_array, token_indices_of_devices)
-            for vector_type, host_array in host_array_by_vector_type.items()
+        gathered_array_by_width_and_dtype = {
+            width_and_dtype: gather_tokens(host_mesh, host_array, token_indices_of_devices)
+            for width_and_dtype, host_array in host_array_by_width_and_dtype.items()
         }
         kept_token_blocks.append(
             KeptBlock(
-                gathered_array_by_vector_type,
+                gathered_array_by_width_and_dtype,
                 block_plan.token_indices_in_block,
                 block_plan.kept_token_numbers,
             )
         )
     num_kept_tokens = int(kept_mask.sum())
-    received_shape_by_vector_type = {
-        vector_type: (len(activations_of_type), num_kept_tokens, activations_of_type.shape[-1])
-        for vector_type, activations_of_type in activations_by_vector_type.items()
+    received_shape_by_width_and_dtype = {
+        width_and_dtype: (len(activations_of_type), num_kept_tokens, activations_of_type.shape[-1])
+        for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
     }
-    return KeptTokens(kept_token_blocks, received_shape_by_vector_type)
+    return KeptTokens(kept_token_blocks, received_shape_by_width_and_dtype)
 
 
 class _BlockPlan(NamedTuple):
@@ -225,7 +225,7 @@ def _block_plans(
         )
 
 
-def _array_of_host(mesh: Mesh, jax_shards: list[Any]) -> Array:
+def _array_of_host(mesh: Mesh, device_parts: list[Any]) -> Array:
     """Joins the activations on this host's devices into one array, without copying them.
 
     The result is an argument of `gather_tokens`. The arrays of the devices are joined along the
@@ -235,13 +235,13 @@ def _array_of_host(mesh: Mesh, jax_shards: list[Any]) -> Array:
 
     Args:
         mesh: The devices of this host, with the axis "device".
-        jax_shards: For each device, the part of the activations that is on the device
+        device_parts: For each device, the part of the activations that is on the device
             (`jax.Shard`), (hooks, rows, tokens, width). All parts have the same shape.
 
     Returns:
         The joined array, (hooks, rows, devices * tokens, width).
     """
-    arrays_of_devices = [jax_shard.data for jax_shard in jax_shards]
+    arrays_of_devices = [device_part.data for device_part in device_parts]
     num_hooks, num_rows, tokens_per_row, width = arrays_of_devices[0].shape
     token_sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
     host_array_shape = num_hooks, num_rows, tokens_per_row * len(arrays_of_devices), width
@@ -266,15 +266,15 @@ def gather_tokens(mesh: Mesh, activations: Array, token_indices_of_devices: Arra
         first.
     """
 
-    def gather_tokens_on_device(device_part: Array, token_indices: Array) -> Array:
-        num_hooks, num_rows, tokens_per_row, width = device_part.shape
-        # `device_part` is reshaped to a table of vectors, (hooks * rows * tokens, width), and its
-        # rows are taken by their indices, as in an embedding. If `device_part` were indexed along
-        # its axes of rows and tokens instead, XLA would copy all of it.
+    def gather_tokens_on_device(activations_on_device: Array, token_indices: Array) -> Array:
+        num_hooks, num_rows, tokens_per_row, width = activations_on_device.shape
+        # `activations_on_device` is reshaped to a table of vectors, (hooks * rows * tokens, width),
+        # and the vectors are taken by their indices, as in an embedding. If `activations_on_device`
+        # were indexed along its axes of rows and tokens instead, XLA would copy all of it.
         flat_vector_indices = (
             jnp.arange(num_hooks)[:, None] * (num_rows * tokens_per_row) + token_indices
         )
-        vector_table = device_part.reshape(-1, width)
+        vector_table = activations_on_device.reshape(-1, width)
         gathered_vectors = jnp.take(
             vector_table, flat_vector_indices.reshape(-1), axis=0, mode="clip"
         )

@@ -438,17 +438,17 @@ def _requested_hooks(
                 f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
             )
         return dict(hook_by_name.items())
-    layers_to_store: Sequence[int]
+    numbers_of_layers_to_store: Sequence[int]
     if options.layers_to_extract is None:
         # The default must work for any model, so the last layer replaces layers that a model lacks.
-        layers_to_store = [min(layer, num_layers - 1) for layer in DEFAULT_LAYERS]
+        numbers_of_layers_to_store = [min(layer, num_layers - 1) for layer in DEFAULT_LAYERS]
     elif isinstance(options.layers_to_extract, str):
         # The only text that --layers_to_extract accepts is "all".
-        layers_to_store = range(num_layers)
+        numbers_of_layers_to_store = range(num_layers)
     else:
-        layers_to_store = options.layers_to_extract
+        numbers_of_layers_to_store = options.layers_to_extract
     hooks_of_layers = hook_table_of_model.of_layers(
-        layers_to_store, options.activation_type, num_layers
+        numbers_of_layers_to_store, options.activation_type, num_layers
     )
     return {hook.layer_number: hook for hook in hooks_of_layers}
 
@@ -492,9 +492,9 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     hook_dtypes = []
     for hook in forward.hook_by_key.values():
         if hook.name in bytes_per_token_by_hook:
-            vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
-            hook_widths.append(vector_type.width)
-            hook_dtypes.append(vector_type.dtype)
+            width_and_dtype = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
+            hook_widths.append(width_and_dtype.width)
+            hook_dtypes.append(width_and_dtype.dtype)
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
         ", ".join(bytes_per_token_by_hook),
