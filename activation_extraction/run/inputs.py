@@ -86,15 +86,15 @@ def _autoencoder_digest(forward: Forward) -> str:
     return hashlib.sha256("".join(autoencoder_digest_lines).encode()).hexdigest()
 
 
-def _tokenizer_digest(text: Text) -> str:
-    chosen_tokenizer = text.chosen_tokenizer
+def _tokenizer_digest(text_pipeline: Text) -> str:
+    chosen_tokenizer = text_pipeline.chosen_tokenizer
     if chosen_tokenizer is None:
         return ""
     return digest_files(chosen_tokenizer.repository.tokenizer_files())
 
 
-def _template_digest(text: Text) -> str:
-    return "" if text.template is None else text.template.digest
+def _template_digest(text_pipeline: Text) -> str:
+    return "" if text_pipeline.template is None else text_pipeline.template.digest
 
 
 def _model_digest(forward: Forward) -> str:
@@ -124,11 +124,17 @@ TOKENIZER: Input[Text] = Input(
 TEXT_INPUTS: tuple[Input[Text], ...] = (
     TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
-    Input("data set", "data", lambda text: text.dataset.description, DATA_FLAGS, DATA_PATHS),
+    Input(
+        "data set",
+        "data",
+        lambda text_pipeline: text_pipeline.dataset.description,
+        DATA_FLAGS,
+        DATA_PATHS,
+    ),
     Input(
         "data set",
         "data_revision",
-        lambda text: text.dataset.data_revision,
+        lambda text_pipeline: text_pipeline.dataset.data_revision,
         DATA_FLAGS,
         DATA_PATHS,
     ),
@@ -156,11 +162,11 @@ def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> 
     _check_inputs(MODEL_INPUTS, forward, config.values, identity)
 
 
-def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
-    """Checks that a run has made its tokens with the inputs in `text`.
+def check_text_inputs(text_pipeline: Text, config: Config, identity: Identity) -> None:
+    """Checks that a run has made its tokens with the inputs in `text_pipeline`.
 
     Args:
-        text: The inputs: the tokenizer, the chat template and the data set.
+        text_pipeline: The inputs: the tokenizer, the chat template and the data set.
         config: The configuration, whose flags appear in the message.
         identity: The identity of the run.
 
@@ -168,22 +174,22 @@ def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
         InputError: If the run used another tokenizer, chat template or data set, or if a file of
             the data set has changed.
     """
-    _check_inputs(TEXT_INPUTS, text, config.values, identity)
+    _check_inputs(TEXT_INPUTS, text_pipeline, config.values, identity)
 
 
-def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
-    """Checks that a run has made its tokens with the tokenizer in `text`.
+def check_tokenizer(text_pipeline: Text, config: Config, identity: Identity) -> None:
+    """Checks that a run has made its tokens with the tokenizer in `text_pipeline`.
 
     Args:
-        text: The text pipeline, which opens the tokenizer, the chat template and the data set when
-            they are needed. Here, only its tokenizer is opened.
+        text_pipeline: The text pipeline, which opens the tokenizer, the chat template and the data
+            set when they are needed. Here, only its tokenizer is opened.
         config: The configuration, whose flags appear in the message.
         identity: The identity of the run.
 
     Raises:
         InputError: If the run used another tokenizer.
     """
-    _check_inputs((TOKENIZER,), text, config.values, identity)
+    _check_inputs((TOKENIZER,), text_pipeline, config.values, identity)
 
 
 def _check_inputs(
@@ -227,14 +233,14 @@ def _check_inputs(
         )
 
 
-def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -> Identity:
+def new_identity(config: Config, forward: Forward, text_pipeline: Text, worker: Worker) -> Identity:
     """Returns the identity of a run, which is everything that determines the content of its shards.
 
     Args:
         config: The configuration of the run.
         forward: The model of the run.
-        text: The tokenizer, the chat template and the data set of the run, and the settings of its
-            samples.
+        text_pipeline: The tokenizer, the chat template and the data set of the run, and the
+            settings of its samples.
         worker: The machine and the host that store the shards.
 
     Raises:
@@ -253,14 +259,14 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
             for model_input in MODEL_INPUTS
         },
         **{
-            text_input.identity_field: text_input.read_field_value(text)
+            text_input.identity_field: text_input.read_field_value(text_pipeline)
             for text_input in TEXT_INPUTS
         },
     }
     return Identity(
         **value_by_identity_field,
-        special_tokens=text.sample_settings.special_tokens.description,
-        text=replace(config.text_options, drop_token_ids=text.drop_token_ids),
+        special_tokens=text_pipeline.sample_settings.special_tokens.description,
+        text=replace(config.text_options, drop_token_ids=text_pipeline.drop_token_ids),
         storage=config.storage_options,
         hooks=(*dtype_by_hook_name, *code_hook_names),
         integer_hooks=tuple(
@@ -340,12 +346,14 @@ def step_of(forward: Forward) -> dict[str, Any]:
     }
 
 
-def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dict[str, Any]:
+def contents_to_compare(
+    forward: Forward, text_pipeline: Text, identity: Identity
+) -> dict[str, Any]:
     """Returns the settings and inputs that must be the same on all hosts before they compute.
 
     Args:
         forward: The model on its mesh.
-        text: The data set, the tokenizer, and the settings of the samples.
+        text_pipeline: The data set, the tokenizer, and the settings of the samples.
         identity: The identity of the run.
 
     Returns:
@@ -367,7 +375,7 @@ def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dic
     return {
         **step_of(forward),
         **shared_identity_fields,
-        **text.dataset.files.fingerprints(),
+        **text_pipeline.dataset.files.fingerprints(),
         "source": digest_files(source_files),
     }
 

@@ -476,7 +476,7 @@ def step_request(
 
 
 def check_and_identify(
-    config: Config, folders: RunFolders, forward: Forward, text: Text, watchdog: Watchdog
+    config: Config, folders: RunFolders, forward: Forward, text_pipeline: Text, watchdog: Watchdog
 ) -> Identity:
     """Checks that the inputs of the text pipeline can be used, and returns the identity of the run.
 
@@ -484,8 +484,8 @@ def check_and_identify(
         config: The configuration.
         folders: The folders of the run.
         forward: The model on its mesh. The identity contains its hooks and its files.
-        text: The text pipeline of the run. Its tokenizer, its chat template and the first row of
-            each data set are checked.
+        text_pipeline: The text pipeline of the run. Its tokenizer, its chat template and the first
+            row of each data set are checked.
         watchdog: The watchdog, which watches over these checks.
 
     Raises:
@@ -494,22 +494,22 @@ def check_and_identify(
             or in the bucket.
     """
     # The data set is opened before the watchdog starts, because listing its files may take long.
-    _ = text.dataset
+    _ = text_pipeline.dataset
     with watchdog:
-        text.check()
-    identity = new_identity(config, forward, text, folders.worker)
+        text_pipeline.check()
+    identity = new_identity(config, forward, text_pipeline, folders.worker)
     if not config.storage_options.overwrite:
         folders.check_siblings(identity)
     return identity
 
 
-def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]:
+def facts_of_run(config: Config, forward: Forward, text_pipeline: Text) -> dict[str, Any]:
     """Returns the facts about a run that metadata.json records in addition to its identity.
 
     Args:
         config: The configuration.
         forward: The model on its mesh, with the kernels that compute it.
-        text: The text pipeline of the run, which contains the tokenizer.
+        text_pipeline: The text pipeline of the run, which contains the tokenizer.
 
     Returns:
         A dict with these keys of metadata.json:
@@ -527,7 +527,8 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
                 vocabulary, by their token ids as text.
     """
     resolved_config = replace(
-        config, text_options=replace(config.text_options, drop_token_ids=text.drop_token_ids)
+        config,
+        text_options=replace(config.text_options, drop_token_ids=text_pipeline.drop_token_ids),
     )
     stored_configuration = {**resolved_config.to_json(), "batch_size": forward.batch_shape[0]}
     repository_by_flag = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
@@ -549,7 +550,7 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         },
         "versions": package_versions(),
     }
-    chosen_tokenizer = text.chosen_tokenizer
+    chosen_tokenizer = text_pipeline.chosen_tokenizer
     if chosen_tokenizer is not None:
         # To decode token ids, readers need the path of the tokenizer and the tokens that were added
         # to its vocabulary.
@@ -569,7 +570,7 @@ def plan_storage(
     config: Config,
     folders: RunFolders,
     forward: Forward,
-    text: Text,
+    text_pipeline: Text,
     identity: Identity,
     value_by_metadata_key: Mapping[str, Any],
     watchdog: Watchdog,
@@ -580,7 +581,8 @@ def plan_storage(
         config: The configuration.
         folders: The folders of the run.
         forward: The model on its mesh, with the hooks whose values are stored.
-        text: The text pipeline of the run. metadata.json records the files of its data set.
+        text_pipeline: The text pipeline of the run. metadata.json records the files of its data
+            set.
         identity: The identity of the run.
         value_by_metadata_key: The facts that metadata.json records in addition to the identity, by
             their keys in it.
@@ -610,7 +612,7 @@ def plan_storage(
         storage_options_of_host,
         identity,
         folders.remote,
-        RunFacts(value_by_metadata_key, metadata_by_hook_key, text.dataset.files),
+        RunFacts(value_by_metadata_key, metadata_by_hook_key, text_pipeline.dataset.files),
         config.repair,
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )

@@ -190,11 +190,13 @@ def _text_pipeline_of_run(
     return text_pipeline, config_with_paths_to_read
 
 
-def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.ndarray | str]:
+def _read_again(
+    text_pipeline: Text, stored_samples: Sequence[StoredTokens]
+) -> list[np.ndarray | str]:
     """Makes all tokens of some stored samples again from the data set.
 
     Args:
-        text: The text pipeline of the run, whose inputs have been checked.
+        text_pipeline: The text pipeline of the run, whose inputs have been checked.
         stored_samples: The stored tokens of the samples.
 
     Returns:
@@ -224,9 +226,9 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
                 stored_samples[stored_sample_index].sample_idx
             ].append(stored_sample_index)
         sample_stream = samples(
-            text.documents(worker),
-            text.tokenizer,
-            text.sample_settings,
+            text_pipeline.documents(worker),
+            text_pipeline.tokenizer,
+            text_pipeline.sample_settings,
             start=stored_samples[stored_sample_indices[0]].mark_before_sample,
             until=worker.number_of(max(stored_sample_indices_by_sample_idx)) + 1,
         )
