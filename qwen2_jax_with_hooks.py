@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from activation_extraction.common.encodings import FLOAT8
-from activation_extraction.model.capture import BufferByVectorType, Capture, CapturePlan
+from activation_extraction.model.capture import BufferByWidthAndDtype, Capture, CapturePlan
 from activation_extraction.model.decoder import StackedLayers, stage_length
-from activation_extraction.model.hooks import PREDICTED, Hook, HookKind, VectorType
+from activation_extraction.model.hooks import PREDICTED, Hook, HookKind, WidthAndDtype
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Intermediates, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
@@ -121,7 +121,7 @@ class HookedModel(nn.Module):
 
     def __call__(
         self, token_ids: Array, segment_ids: Array, positions: Array
-    ) -> dict[VectorType, Array]:
+    ) -> dict[WidthAndDtype, Array]:
         """Computes the values at the hooks.
 
         Args:
@@ -131,9 +131,8 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            Vector type (the width and the dtype of some hooks) -> the values at these hooks, in the
-            order of `hooks`, (hooks of the type, B, T, width). Activations have the dtype
-            `captured_dtype`.
+            Width and dtype -> the values at the hooks with this width and dtype, in the order of
+            `hooks`, (hooks, B, T, width). Activations have the dtype `captured_dtype`.
         """
         if self.is_initializing():
             self._declare(token_ids)
@@ -164,7 +163,7 @@ class HookedModel(nn.Module):
 
     def _run_in_one_loop(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
-    ) -> dict[VectorType, Array]:
+    ) -> dict[WidthAndDtype, Array]:
         """Computes the values at the hooks with one loop over all layers, without a pipeline.
 
         Args:
@@ -174,24 +173,24 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            Vector type (the width and the dtype of some hooks) -> the values at these hooks, (hooks
-            of the type, B, T, width).
+            Width and dtype -> the values at the hooks with this width and dtype, (hooks, B, T,
+            width).
         """
         capture_plan = capture.plan(range(self.num_layers))
         capture_plan_after_last_layer = capture.plan_end()
         x = self.embed_tokens(token_ids)
-        buffer_by_vector_type = capture.buffers(
+        buffer_by_width_and_dtype = capture.buffers(
             [capture_plan, capture_plan_after_last_layer], token_ids.shape
         )
         cos_and_sin = rotary_table(positions, self.config)
         with jax.named_scope("layers"):
             stacked_layers = self.decoder.stacked(self.layers)
-            x, buffer_by_vector_type = self._loop(
+            x, buffer_by_width_and_dtype = self._loop(
                 capture,
                 capture_plan,
                 stacked_layers,
                 x,
-                buffer_by_vector_type,
+                buffer_by_width_and_dtype,
                 cos_and_sin,
                 segment_ids,
             )
@@ -199,16 +198,16 @@ class HookedModel(nn.Module):
             bit_patterns_of_kinds_after_last_layer = self._bit_patterns_after_last_layer(
                 capture, x, token_ids, positions
             )
-            buffer_by_vector_type = capture.write(
-                buffer_by_vector_type,
+            buffer_by_width_and_dtype = capture.write(
+                buffer_by_width_and_dtype,
                 capture_plan_after_last_layer,
                 bit_patterns_of_kinds_after_last_layer,
             )
-        return capture.values(buffer_by_vector_type)
+        return capture.values(buffer_by_width_and_dtype)
 
     def _run_in_stages(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
-    ) -> dict[VectorType, Array]:
+    ) -> dict[WidthAndDtype, Array]:
         """Computes the values at the hooks with the stages of a pipeline.
 
         A tick runs all stages at once, each on a different micro-batch. At tick t, stage s runs on
@@ -222,8 +221,8 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            Vector type (the width and the dtype of some hooks) -> the values at these hooks, (hooks
-            of the type, B, T, width).
+            Width and dtype -> the values at the hooks with this width and dtype, (hooks, B, T,
+            width).
         """
         stage_count = self.num_stages
         row_count, row_length = token_ids.shape
@@ -251,9 +250,9 @@ class HookedModel(nn.Module):
             layers: StackedLayers,
             buffer_slots_of_kinds: Any,
             x: Array,
-            buffer_by_vector_type: BufferByVectorType,
+            buffer_by_width_and_dtype: BufferByWidthAndDtype,
             micro_batch_number: Array,
-        ) -> tuple[Array, BufferByVectorType]:
+        ) -> tuple[Array, BufferByWidthAndDtype]:
             """Runs one stage on one micro-batch.
 
             A stage also runs in the bubble: in ticks in which it has no micro-batch. In ticks
@@ -270,9 +269,9 @@ class HookedModel(nn.Module):
                     which the values are written.
                 x: The residual stream before the stage, (B, T, D), where B is the number of rows of
                     a micro-batch.
-                buffer_by_vector_type: The values at the hooks of the stage, for all micro-batches:
-                    vector type (the width and the dtype of some hooks) -> the buffer of these
-                    hooks, (slots, micro-batches, B, T, width).
+                buffer_by_width_and_dtype: Width and dtype -> the buffer with the values at the
+                    hooks of the stage that have this width and dtype, for all micro-batches,
+                    (slots, micro-batches, B, T, width).
                 micro_batch_number: The number of the micro-batch, from 0, () int32. In the bubble,
                     it is negative, or at least the number of micro-batches.
 
@@ -290,14 +289,14 @@ class HookedModel(nn.Module):
                 capture_plan_of_stage,
                 layers,
                 x,
-                buffer_by_vector_type,
+                buffer_by_width_and_dtype,
                 cos_and_sin,
                 micro_batch_segment_ids,
                 micro_batch_number,
             )
 
         def tick(
-            carry: tuple[Array, BufferByVectorType], tick_number: Array
+            carry: tuple[Array, BufferByWidthAndDtype], tick_number: Array
         ) -> tuple[Any, Array | None]:
             """Runs every stage once, and each stage on a different micro-batch.
 
@@ -312,33 +311,33 @@ class HookedModel(nn.Module):
                     The residual stream after the last stage, as unsigned integers with the same
                     bits, (B, T, D); None if no hook comes after the last layer.
             """
-            x, buffer_by_vector_type = carry
+            x, buffer_by_width_and_dtype = carry
             entering_token_ids = token_ids_of_micro_batches[
                 jnp.minimum(tick_number, micro_batch_count - 1)
             ]
             x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_token_ids))
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
-            x, buffer_by_vector_type = run_stages(
+            x, buffer_by_width_and_dtype = run_stages(
                 stacked_layers_of_stages,
                 capture_plan_of_all_stages.buffer_slots_of_kinds,
                 x,
-                buffer_by_vector_type,
+                buffer_by_width_and_dtype,
                 tick_number - stage_numbers,
             )
-            return (x, buffer_by_vector_type), to_bits(x[-1]) if self.runs_to_the_end else None
+            return (x, buffer_by_width_and_dtype), to_bits(x[-1]) if self.runs_to_the_end else None
 
         x = jnp.zeros(
             (stage_count, *token_ids_of_micro_batches.shape[1:], self.config.hidden_size),
             self.dtype,
         )
-        buffer_by_vector_type = capture.buffers(
+        buffer_by_width_and_dtype = capture.buffers(
             [capture_plan_of_all_stages], token_ids_of_micro_batches.shape, stage_count
         )
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
-            (_, buffer_by_vector_type), final_stream_bit_patterns_of_ticks = lax.scan(
-                tick, (x, buffer_by_vector_type), tick_numbers
+            (_, buffer_by_width_and_dtype), final_stream_bit_patterns_of_ticks = lax.scan(
+                tick, (x, buffer_by_width_and_dtype), tick_numbers
             )
         bit_patterns_by_kind_after_last_layer: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
@@ -354,7 +353,7 @@ class HookedModel(nn.Module):
                 zip(capture.plan_end().kinds, bit_patterns_of_kinds_after_last_layer, strict=True)
             )
         return capture.values_of_stages(
-            buffer_by_vector_type,
+            buffer_by_width_and_dtype,
             row_count,
             self.layers_per_stage,
             bit_patterns_by_kind_after_last_layer,
@@ -366,11 +365,11 @@ class HookedModel(nn.Module):
         plan: CapturePlan,
         layers: StackedLayers,
         x: Array,
-        buffer_by_vector_type: BufferByVectorType,
+        buffer_by_width_and_dtype: BufferByWidthAndDtype,
         cos_and_sin: tuple[Array, Array],
         segment_ids: Array,
         micro_batch_number: Array | None = None,
-    ) -> tuple[Array, BufferByVectorType]:
+    ) -> tuple[Array, BufferByWidthAndDtype]:
         """Runs all layers or the layers of one stage, and writes the values at their hooks.
 
         Args:
@@ -379,11 +378,11 @@ class HookedModel(nn.Module):
                 layer writes them.
             layers: The layers with their parameters.
             x: The residual stream before the layers, (B, T, D).
-            buffer_by_vector_type: Vector type (the width and the dtype of some hooks) -> the array
-                to which the layers write the values at these hooks, as unsigned integers with the
-                same bits, (slots, B, T, width). Each of these hooks has a slot, an index of the
-                first axis. In a pipeline, the array contains the values of one stage, and its shape
-                is (slots, micro-batches, B, T, width).
+            buffer_by_width_and_dtype: Width and dtype -> the array to which the layers write the
+                values at the hooks with this width and dtype, as unsigned integers with the same
+                bits, (slots, B, T, width). Each of these hooks has a slot, an index of the first
+                axis. In a pipeline, the array contains the values of one stage, and its shape is
+                (slots, micro-batches, B, T, width).
             cos_and_sin: The cosines and the sines that rotate queries and keys, each (B, T, 1, H)
                 float32.
             segment_ids: The segment ids of the rows, (B, T) int32.
@@ -396,12 +395,12 @@ class HookedModel(nn.Module):
         """
 
         def run_layer(
-            layer: Callable, carry: tuple[Array, BufferByVectorType], buffer_slots_of_kinds: Any
+            layer: Callable, carry: tuple[Array, BufferByWidthAndDtype], buffer_slots_of_kinds: Any
         ) -> Any:
-            x, buffer_by_vector_type = carry
+            x, buffer_by_width_and_dtype = carry
             x, value_bit_patterns_of_kinds = layer(x, cos_and_sin, segment_ids)
             return x, capture.write(
-                buffer_by_vector_type,
+                buffer_by_width_and_dtype,
                 plan.with_slots(buffer_slots_of_kinds),
                 value_bit_patterns_of_kinds,
                 micro_batch_number,
@@ -411,7 +410,7 @@ class HookedModel(nn.Module):
         return self.decoder.scan(
             layers,
             run_layer,
-            (x, buffer_by_vector_type),
+            (x, buffer_by_width_and_dtype),
             plan.buffer_slots_of_kinds,
             keep_bit_patterns,
         )

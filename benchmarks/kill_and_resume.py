@@ -412,17 +412,18 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         kept_token_mask = [position % 3 > 0 for position in range(len(token_ids))]
         rows_of_token_ids.append({"ids": token_ids, "mask": kept_token_mask})
 
-    def write(name: str, rows: Sequence[Mapping[str, Any]], bad_lines: int = 0) -> str:
+    def write(name: str, rows: Sequence[Mapping[str, Any]], num_bad_lines: int = 0) -> str:
         """Writes rows to a JSON Lines file, and returns its path.
 
         Args:
             name: The name of the file in `folder`.
             rows: The rows. Each row is written as one line of JSON.
-            bad_lines: The number of lines without valid JSON that are inserted between the rows.
+            num_bad_lines: The number of lines without valid JSON that are inserted between the
+                rows.
         """
         json_lines = [json.dumps(row) for row in rows]
-        for bad_line_number in range(bad_lines):
-            json_lines.insert(bad_line_number * 60, "{")
+        for line_index in range(0, 60 * num_bad_lines, 60):
+            json_lines.insert(line_index, "{")
         file_path = folder / name
         file_path.parent.mkdir(exist_ok=True)
         file_path.write_text("\n".join(json_lines) + "\n")
@@ -431,7 +432,7 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     documents_path = write("rows.jsonl", documents)
     conversations_path = write("c.jsonl", conversations)
     token_ids_path = write("ids.jsonl", rows_of_token_ids)
-    bad_rows_path = write("b.jsonl", documents, bad_lines=9)
+    bad_rows_path = write("b.jsonl", documents, num_bad_lines=9)
     for file_number in range(3):
         write(f"files/{file_number}.jsonl", documents[file_number::3])
     middle_index = len(documents) // 2

@@ -12,7 +12,7 @@ from pods import rounding_of_run
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model import host_rows as host_rows_module
-from activation_extraction.model.hooks import VectorType
+from activation_extraction.model.hooks import WidthAndDtype
 from activation_extraction.model.host_rows import host_rows
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import build_layout
@@ -81,22 +81,25 @@ def test_only_kept_tokens_leave_the_devices(monkeypatch):
     """Counted in bytes: about as many as are kept; and none of other rows. They go through pinned
     memory, as on GPUs; other tests are without it."""
     monkeypatch.setattr(host_rows_module, "PINNED_ON", ("cpu",))
-    vector_type = VectorType(5, "float32")
+    width_and_dtype = WidthAndDtype(5, "float32")
     values = np.random.default_rng(0).standard_normal((3, 8, 60, 5), np.float32)
     # 60 tokens do not divide among eight devices; rows may be theirs instead.
     for axis in ("model", "data"):
         layout = build_layout(jax.devices(), {axis: 8}, 8)
         rows = host_rows(layout)
         array = jax.device_put(values, rows.outgoing(60, layout))
-        np.testing.assert_array_equal(rows.receive({vector_type: array})[vector_type], values)
+        np.testing.assert_array_equal(
+            rows.receive({width_and_dtype: array})[width_and_dtype], values
+        )
         for share in (0.0, 0.3, 1.0):
             kept = np.random.default_rng(1).random((8, 60)) < share
-            sent = take_kept({vector_type: array}, kept)
+            sent = take_kept({width_and_dtype: array}, kept)
             copied = sum(
-                block.activations_by_width_and_dtype[vector_type].nbytes for block in sent.blocks
+                block.activations_by_width_and_dtype[width_and_dtype].nbytes
+                for block in sent.blocks
             )
             assert copied <= min(2 * share + 0.1, 1.1) * values.nbytes, (axis, share)
-            np.testing.assert_array_equal(sent.receive()[vector_type], values[:, kept])
+            np.testing.assert_array_equal(sent.receive()[width_and_dtype], values[:, kept])
 
 
 def shift(record):

@@ -19,7 +19,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model import devices as devices_module
 from activation_extraction.model.devices import memory_of, usable_devices
 from activation_extraction.model.family import parse_model_config
-from activation_extraction.model.hooks import HOOKS, VectorType
+from activation_extraction.model.hooks import HOOKS, WidthAndDtype
 from activation_extraction.model.host_rows import count_hosts, host_rows
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.mesh_choice import (
@@ -182,10 +182,10 @@ def test_a_run_has_the_same_numbers_in_any_order_of_devices(monkeypatch):
     rows = host_rows(layout)
     fed = np.arange(16, dtype=np.int32).reshape(8, 2)
     np.testing.assert_array_equal(rows.feed(fed), fed)
-    vector_type = VectorType(3, "float32")
+    width_and_dtype = WidthAndDtype(3, "float32")
     values = np.random.default_rng(0).standard_normal((2, 8, 4, 3), np.float32)
     array = jax.device_put(values, rows.outgoing(4, layout))
-    np.testing.assert_array_equal(rows.receive({vector_type: array})[vector_type], values)
+    np.testing.assert_array_equal(rows.receive({width_and_dtype: array})[width_and_dtype], values)
 
 
 @dataclass(frozen=True)

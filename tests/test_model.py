@@ -245,13 +245,13 @@ def values_on(mesh, reference, hooks, batch, dtype=jnp.float32, kernels=None):
 
 def by_hook(model, found):
     """What a model returned, as hook -> value."""
-    arrays = {vector_type: iter(np.asarray(array)) for vector_type, array in found.items()}
+    arrays = {width_and_dtype: iter(np.asarray(array)) for width_and_dtype, array in found.items()}
     sizes = model.config.sizes_with(next(iter(found.values())).shape[2])
     values = {}
     for hook in model.hooks:
-        vector_type = hook.kind.vector_type(sizes, model.activation_dtype)
-        values[hook] = next(arrays[vector_type])
-    assert not [left for values_of_type in arrays.values() for left in values_of_type]
+        width_and_dtype = hook.kind.width_and_dtype(sizes, model.activation_dtype)
+        values[hook] = next(arrays[width_and_dtype])
+    assert not [left for values_of_hooks in arrays.values() for left in values_of_hooks]
     return values
 
 

@@ -408,9 +408,13 @@ class SpecForgeFormat(DraftFormat):
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
-            first_index_in_subfolder = sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
-            stop_index_in_subfolder = first_index_in_subfolder + SAMPLES_PER_FOLDER
-            subfolder = folder / f"rows_{first_index_in_subfolder}-{stop_index_in_subfolder}"
+            first_sample_index_of_subfolder = (
+                sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
+            )
+            stop_sample_index_of_subfolder = first_sample_index_of_subfolder + SAMPLES_PER_FOLDER
+            subfolder = (
+                folder / f"rows_{first_sample_index_of_subfolder}-{stop_sample_index_of_subfolder}"
+            )
             subfolder.mkdir(exist_ok=True)
             concatenated_layer_outputs = np.concatenate(
                 [values_by_hook[hook_name] for hook_name in layer_hook_names], axis=1

@@ -792,8 +792,8 @@ def _stream_names(depth: int) -> Iterator[str]:
         depth: Number of layers of the model.
     """
     yield "blocks.0.hook_resid_pre"
-    for block_number in range(depth):
-        yield f"blocks.{block_number}.hook_resid_post"
+    for layer_number in range(depth):
+        yield f"blocks.{layer_number}.hook_resid_post"
 
 
 def _describe_parts(

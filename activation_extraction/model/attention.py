@@ -253,9 +253,9 @@ def blocked_attention(
     key_bit_patterns = to_bits(k).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
     value_bit_patterns = to_bits(v).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
 
-    def compute_block(block_number: Array) -> Array:
-        row_index = block_number // blocks_per_row
-        first_query_of_block = first_query + block_number % blocks_per_row * QUERY_BLOCK
+    def compute_block(query_block_number: Array) -> Array:
+        row_index = query_block_number // blocks_per_row
+        first_query_of_block = first_query + query_block_number % blocks_per_row * QUERY_BLOCK
 
         def attend_to_span(length: int) -> Array:
             first_key_index_of_span = jnp.clip(
@@ -266,7 +266,7 @@ def blocked_attention(
             segments_of_span_keys = lax.dynamic_slice(
                 segments.k, (row_index, first_key_index_of_span), (1, length)
             )[0]
-            block_q = from_bits(query_bit_patterns_of_blocks[block_number], q.dtype)
+            block_q = from_bits(query_bit_patterns_of_blocks[query_block_number], q.dtype)
             span_k = from_bits(
                 lax.dynamic_slice(key_bit_patterns, kv_span_start_indices, kv_span_shape)[0],
                 k.dtype,
@@ -276,7 +276,7 @@ def blocked_attention(
                 v.dtype,
             )
             segments_of_block_and_span = Segments(
-                query_segments_of_blocks[block_number], segments_of_span_keys
+                query_segments_of_blocks[query_block_number], segments_of_span_keys
             )
             visible_key_mask = visible_keys(
                 segments_of_block_and_span, first_query_of_block, window, first_key_index_of_span
@@ -289,7 +289,9 @@ def blocked_attention(
             )
 
         span_branches = [partial(attend_to_span, span_length) for span_length in span_lengths]
-        return lax.switch(switch_branch_numbers_of_blocks[block_number], [skip, *span_branches])
+        return lax.switch(
+            switch_branch_numbers_of_blocks[query_block_number], [skip, *span_branches]
+        )
 
     block_outputs = lax.map(compute_block, jnp.arange(block_count))
     block_outputs = block_outputs.reshape(block_count, kv_head_count, QUERY_BLOCK, -1).swapaxes(

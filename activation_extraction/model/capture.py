@@ -1,8 +1,9 @@
-"""Collects the values at hooks in one array per vector type, while a loop over layers runs.
+"""Collects the values at hooks in a few arrays, while a loop over layers runs.
 
-The loop carries one buffer for each vector type (`VectorType` in hooks.py: a width and a dtype).
-Each hook has a slot in the buffer of its type: an index of the buffer's first axis. A `CapturePlan`
-contains the slots to which layers write.
+Hooks whose values have the same width and dtype share one array (see `hooks.WidthAndDtype`). The
+loop carries one such array, called a buffer, for each width and dtype. Each hook has a slot in its
+buffer: an index of the buffer's first axis. A `CapturePlan` contains the slots to which layers
+write.
 
 `Capture` makes the plans and the buffers, and writes the values at the hooks to the buffers. After
 the last layer, it returns these values from the buffers, in the order of the hooks. `Capture` works
@@ -21,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from activation_extraction.model.decoder import intermediate
-from activation_extraction.model.hooks import Hook, HookKind, VectorType
+from activation_extraction.model.hooks import Hook, HookKind, WidthAndDtype
 from activation_extraction.model.mesh import Layout
 
 # The logical axes (see mesh.RULES) of a hook's values (B, T, width) in a buffer.
@@ -30,23 +31,24 @@ CAPTURED_AXES = "batch", "captured_sequence", "hidden"
 # values leave the devices for the host.
 LEAVING_AXES = "batch", "leaving_sequence", "hidden"
 
-# Vector type -> the values of its hooks, as unsigned integers with the same bits. The shape is
-# (slots, B, T, width), with a slot for each hook. In a pipeline, the shape is (stages, slots,
-# micro-batches, B, T, width), with a slot for each hook of a stage, and B is the number of rows of
-# a micro-batch.
-BufferByVectorType = dict[VectorType, Array]
+# Width and dtype -> the buffer with the values at all hooks that have this width and dtype, as
+# unsigned integers with the same bits. The shape is (slots, B, T, width), with a slot for each
+# hook. In a pipeline, the shape is (stages, slots, micro-batches, B, T, width), with a slot for
+# each hook of a stage, and B is the number of rows of a micro-batch.
+BufferByWidthAndDtype = dict[WidthAndDtype, Array]
 
 
 class CapturePlan(NamedTuple):
     """The kinds of hooks whose values layers write to buffers, and the slots of each kind.
 
-    A slot is an index in the buffer of the kind's vector type (see `BufferByVectorType`).
+    A slot is an index of the first axis of the buffer for the width and dtype of the kind (see
+    `BufferByWidthAndDtype`).
 
     Attributes:
         kinds: The kinds, in the order in which a layer computes them.
-        buffer_slots_of_kinds: For each kind, its slots in the buffer of its vector type, int32. The
-            shape is (layers,) for a loop over layers, (stages, layers of a stage) for a pipeline,
-            and () for a single layer.
+        buffer_slots_of_kinds: For each kind, its slots in its buffer, int32. The shape is (layers,)
+            for a loop over layers, (stages, layers of a stage) for a pipeline, and () for a single
+            layer.
     """
 
     kinds: tuple[HookKind, ...]
@@ -65,7 +67,7 @@ class CapturePlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Capture:
-    """Captures the values at hooks, in one buffer for each vector type (a width and a dtype).
+    """Captures the values at hooks. Hooks with the same width and dtype share one buffer.
 
     Attributes:
         hooks: The hooks, in the order in which they are computed.
@@ -80,31 +82,32 @@ class Capture:
     dtype: Any
     layout: Layout
 
-    def vector_type(self, kind: HookKind) -> VectorType:
+    def width_and_dtype(self, kind: HookKind) -> WidthAndDtype:
         """Returns the width and the dtype of the values at a kind of hook."""
-        return kind.vector_type(self.size_by_axis_letter, self.dtype)
+        return kind.width_and_dtype(self.size_by_axis_letter, self.dtype)
 
-    def hooks_by_vector_type(self) -> dict[VectorType, list[Hook]]:
-        """Groups the hooks by their vector type, which is a width and a dtype.
+    def hooks_by_width_and_dtype(self) -> dict[WidthAndDtype, list[Hook]]:
+        """Groups the hooks by the width and dtype of their values.
 
         Returns:
-            Vector type -> the hooks of this type, in the order in which they are computed.
+            Width and dtype -> the hooks whose values have this width and dtype, in the order in
+            which they are computed.
         """
-        hooks_by_vector_type: dict[VectorType, list[Hook]] = {}
+        hooks_by_width_and_dtype: dict[WidthAndDtype, list[Hook]] = {}
         for hook in self.hooks:
-            hooks_by_vector_type.setdefault(self.vector_type(hook.kind), []).append(hook)
-        return hooks_by_vector_type
+            hooks_by_width_and_dtype.setdefault(self.width_and_dtype(hook.kind), []).append(hook)
+        return hooks_by_width_and_dtype
 
     def plan(self, layers: range) -> CapturePlan:
         """Plans the slots of the buffers to which a loop over layers writes.
 
-        There is a buffer for each vector type, and a slot is an index of its first axis. Every
-        layer writes the values of all kinds, although a kind may have a hook at some layers only.
-        At a layer where the kind has a hook, its values are written to the slot of this hook. At
-        another layer, they are written to the slot of the next hook of the same vector type, whose
-        own values overwrite them later in the loop. If no such hook follows, they are written to a
-        spare slot after the slots of all hooks. So memory grows with the number of hooks, not with
-        the number of layers.
+        There is a buffer for each width and dtype that hooks have, and a slot is an index of its
+        first axis. Every layer writes the values of all kinds, although a kind may have a hook at
+        some layers only. At a layer where the kind has a hook, its values are written to the slot
+        of this hook. At another layer, they are written to the slot of the next hook in the same
+        buffer, whose own values overwrite them later in the loop. If no such hook follows, they are
+        written to a spare slot after the slots of all hooks. So memory grows with the number of
+        hooks, not with the number of layers.
 
         Args:
             layers: The numbers of the layers. Hooks of earlier layers have no slots.
@@ -118,12 +121,12 @@ class Capture:
             if not hook.kind.is_after_layers
         }
         kind_by_index_in_table = dict(sorted(kind_by_index_in_table.items()))
-        hooks_by_vector_type = self.hooks_by_vector_type()
+        hooks_by_width_and_dtype = self.hooks_by_width_and_dtype()
         buffer_slots_of_kinds: list[np.ndarray] = []
         for kind_index_in_table, hook_kind in kind_by_index_in_table.items():
             hook_sort_keys = [
                 (hook.layer_number, hook.kind_index_in_hook_table)
-                for hook in hooks_by_vector_type[self.vector_type(hook_kind)]
+                for hook in hooks_by_width_and_dtype[self.width_and_dtype(hook_kind)]
                 if hook.layer_number >= layers.start
             ]
             slots_of_layers = [
@@ -172,10 +175,10 @@ class Capture:
         Returns:
             The plan, which contains one slot for each kind of hook after the last layer, () int32.
         """
-        hooks_by_vector_type = self.hooks_by_vector_type()
+        hooks_by_width_and_dtype = self.hooks_by_width_and_dtype()
         hooks_after_layers = [hook for hook in self.hooks if hook.kind.is_after_layers]
         buffer_slots_of_hooks_after_layers = tuple(
-            np.int32(hooks_by_vector_type[self.vector_type(hook.kind)].index(hook))
+            np.int32(hooks_by_width_and_dtype[self.width_and_dtype(hook.kind)].index(hook))
             for hook in hooks_after_layers
         )
         return CapturePlan(
@@ -184,12 +187,11 @@ class Capture:
 
     def buffers(
         self, capture_plans: Sequence[CapturePlan], shape: Sequence[int], stages: int = 1
-    ) -> BufferByVectorType:
+    ) -> BufferByWidthAndDtype:
         """Makes buffers of zeros, to which layers write the values at the hooks.
 
-        Hooks share a buffer if their values have the same vector type, which is a width and a dtype
-        (see `VectorType`). The first axis of a buffer consists of slots, each with room for the
-        values of one hook.
+        Hooks share a buffer if their values have the same width and dtype. The first axis of a
+        buffer consists of slots, each with room for the values of one hook.
 
         Args:
             capture_plans: All plans for writing to the buffers. A `CapturePlan` contains the slots
@@ -200,31 +202,31 @@ class Capture:
                 have the same size, with room for the stage with the most hooks.
 
         Returns:
-            Vector type -> buffer, an array of unsigned integers, (slots, B, T, width). In a
+            Width and dtype -> buffer, an array of unsigned integers, (slots, B, T, width). In a
             pipeline, the shape is (stages, slots, micro-batches, B, T, width).
         """
-        slot_count_by_vector_type: dict[VectorType, int] = {}
+        slot_count_by_width_and_dtype: dict[WidthAndDtype, int] = {}
         for capture_plan in capture_plans:
             for hook_kind, buffer_slots_of_kind in zip(
                 capture_plan.kinds, capture_plan.buffer_slots_of_kinds, strict=True
             ):
-                vector_type_of_kind = self.vector_type(hook_kind)
-                slot_count_by_vector_type[vector_type_of_kind] = max(
-                    slot_count_by_vector_type.get(vector_type_of_kind, 0),
+                width_and_dtype_of_kind = self.width_and_dtype(hook_kind)
+                slot_count_by_width_and_dtype[width_and_dtype_of_kind] = max(
+                    slot_count_by_width_and_dtype.get(width_and_dtype_of_kind, 0),
                     buffer_slots_of_kind.max() + 1,
                 )
-        buffer_by_vector_type = {}
-        for vector_type, slot_count in slot_count_by_vector_type.items():
-            buffer_shape = [slot_count, *shape, vector_type.width]
+        buffer_by_width_and_dtype = {}
+        for width_and_dtype, slot_count in slot_count_by_width_and_dtype.items():
+            buffer_shape = [slot_count, *shape, width_and_dtype.width]
             buffer_axes = ["slots", *CAPTURED_AXES]
             if stages > 1:
                 buffer_shape = [stages, *buffer_shape]
                 buffer_axes = ["stage", "slots", "micro_batch", *CAPTURED_AXES]
-            zeros_as_integers = _unsigned(jnp.zeros(buffer_shape, vector_type.dtype))
-            buffer_by_vector_type[vector_type] = self.layout.constrain(
+            zeros_as_integers = _unsigned(jnp.zeros(buffer_shape, width_and_dtype.dtype))
+            buffer_by_width_and_dtype[width_and_dtype] = self.layout.constrain(
                 zeros_as_integers, *buffer_axes
             )
-        return buffer_by_vector_type
+        return buffer_by_width_and_dtype
 
     def bit_patterns_of(
         self, kinds: Iterable[HookKind], intermediates: dict[str, Any]
@@ -247,27 +249,29 @@ class Capture:
         row_and_token_counts = intermediates["resid_pre"].shape[:2]
         value_bit_patterns_of_kinds = []
         for hook_kind in kinds:
-            vector_type_of_kind = self.vector_type(hook_kind)
+            width_and_dtype_of_kind = self.width_and_dtype(hook_kind)
             x = intermediate(intermediates, hook_kind.path_in_intermediates)
             if x is None:
                 x = jnp.zeros(
-                    (*row_and_token_counts, vector_type_of_kind.width), vector_type_of_kind.dtype
+                    (*row_and_token_counts, width_and_dtype_of_kind.width),
+                    width_and_dtype_of_kind.dtype,
                 )
-            x = x.reshape(*row_and_token_counts, -1).astype(vector_type_of_kind.dtype)
+            x = x.reshape(*row_and_token_counts, -1).astype(width_and_dtype_of_kind.dtype)
             value_bit_patterns_of_kinds.append(_unsigned(x))
         return value_bit_patterns_of_kinds
 
     def write(
         self,
-        buffer_by_vector_type: BufferByVectorType,
+        buffer_by_width_and_dtype: BufferByWidthAndDtype,
         plan: CapturePlan,
         value_bit_patterns_of_kinds: Iterable[Array],
         micro_batch: Array | None = None,
-    ) -> BufferByVectorType:
+    ) -> BufferByWidthAndDtype:
         """Writes the values that one layer computes at its hooks to the buffers.
 
         Args:
-            buffer_by_vector_type: Vector type -> buffer; in a pipeline, the buffers of one stage.
+            buffer_by_width_and_dtype: Width and dtype -> buffer; in a pipeline, the buffers of one
+                stage.
             plan: The plan for this layer alone. It has one slot for each kind: the index on the
                 first axis of the buffer at which the layer's values of this kind are written.
             value_bit_patterns_of_kinds: An array for each kind of hook, in the order of
@@ -279,11 +283,11 @@ class Capture:
         Returns:
             The buffers, which now contain these values.
         """
-        updated_buffer_by_vector_type = dict(buffer_by_vector_type)
+        updated_buffer_by_width_and_dtype = dict(buffer_by_width_and_dtype)
         for hook_kind, buffer_slot_of_kind, value_bit_patterns_of_kind in zip(
             plan.kinds, plan.buffer_slots_of_kinds, value_bit_patterns_of_kinds, strict=True
         ):
-            vector_type_of_kind = self.vector_type(hook_kind)
+            width_and_dtype_of_kind = self.width_and_dtype(hook_kind)
             value_bit_patterns_of_kind = self.layout.constrain(
                 value_bit_patterns_of_kind, *CAPTURED_AXES
             )
@@ -295,68 +299,73 @@ class Capture:
             bit_patterns_with_buffer_axes = value_bit_patterns_of_kind.reshape(
                 *[1] * len(buffer_index), *value_bit_patterns_of_kind.shape
             )
-            buffer_of_vector_type = updated_buffer_by_vector_type[vector_type_of_kind]
-            updated_buffer_by_vector_type[vector_type_of_kind] = lax.dynamic_update_slice(
-                buffer_of_vector_type, bit_patterns_with_buffer_axes, (*buffer_index, 0, 0, 0)
+            buffer_of_kind = updated_buffer_by_width_and_dtype[width_and_dtype_of_kind]
+            updated_buffer_by_width_and_dtype[width_and_dtype_of_kind] = lax.dynamic_update_slice(
+                buffer_of_kind, bit_patterns_with_buffer_axes, (*buffer_index, 0, 0, 0)
             )
-        return updated_buffer_by_vector_type
+        return updated_buffer_by_width_and_dtype
 
-    def values(self, buffer_by_vector_type: BufferByVectorType) -> dict[VectorType, Array]:
+    def values(
+        self, buffer_by_width_and_dtype: BufferByWidthAndDtype
+    ) -> dict[WidthAndDtype, Array]:
         """Returns the values at all hooks after one loop over all layers.
 
         Args:
-            buffer_by_vector_type: Vector type -> buffer, an array of unsigned integers, (slots, B,
-                T, width). The loop has written the values at the hooks of all layers to the
-                buffers, and the values at the hooks after the last layer have been written as well.
+            buffer_by_width_and_dtype: Width and dtype -> buffer, an array of unsigned integers,
+                (slots, B, T, width). The loop has written the values at the hooks of all layers to
+                the buffers, and the values at the hooks after the last layer have been written as
+                well.
 
         Returns:
-            Vector type (the width and the dtype of some hooks) -> the values at these hooks in the
-            dtype of the type, (hooks of the type, B, T, width). The hooks are in the order in which
-            they are computed.
+            Width and dtype -> the values at the hooks with this width and dtype, (hooks, B, T,
+            width). The hooks are in the order in which they are computed.
         """
-        values_by_vector_type = {}
-        for vector_type, hooks_of_vector_type in self.hooks_by_vector_type().items():
-            bit_patterns_of_hooks = buffer_by_vector_type[vector_type][: len(hooks_of_vector_type)]
-            values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                bit_patterns_of_hooks, vector_type.dtype
+        values_by_width_and_dtype = {}
+        for width_and_dtype, hooks_of_array in self.hooks_by_width_and_dtype().items():
+            bit_patterns_of_hooks = buffer_by_width_and_dtype[width_and_dtype][
+                : len(hooks_of_array)
+            ]
+            values_by_width_and_dtype[width_and_dtype] = lax.bitcast_convert_type(
+                bit_patterns_of_hooks, width_and_dtype.dtype
             )
-        return values_by_vector_type
+        return values_by_width_and_dtype
 
     def values_of_stages(
         self,
-        buffer_by_vector_type: BufferByVectorType,
+        buffer_by_width_and_dtype: BufferByWidthAndDtype,
         rows: int,
         layers_per_stage: int,
         bit_patterns_by_kind_after_last_layer: Mapping[HookKind, Array],
-    ) -> dict[VectorType, Array]:
+    ) -> dict[WidthAndDtype, Array]:
         """Returns the values at all hooks after all stages of a pipeline have run their layers.
 
         Args:
-            buffer_by_vector_type: Vector type -> buffer, an array of unsigned integers, (stages,
-                slots, micro-batches, B, T, width). All layers have written to the buffers.
+            buffer_by_width_and_dtype: Width and dtype -> buffer, an array of unsigned integers,
+                (stages, slots, micro-batches, B, T, width). All layers have written to the buffers.
             rows: The number of rows of all micro-batches together.
             layers_per_stage: The number of layers in each stage.
             bit_patterns_by_kind_after_last_layer: Kind of hook after the last layer -> its values
                 as unsigned integers with the same bits, (rows, T, width).
 
         Returns:
-            Vector type (the width and the dtype of some hooks) -> the values at these hooks in the
-            dtype of the type, (hooks of the type, rows, T, width). The hooks are in the order in
-            which they are computed.
+            Width and dtype -> the values at the hooks with this width and dtype, (hooks, rows, T,
+            width). The hooks are in the order in which they are computed.
         """
-        values_by_vector_type = {}
-        for vector_type, hooks_of_vector_type in self.hooks_by_vector_type().items():
+        values_by_width_and_dtype = {}
+        for width_and_dtype, hooks_of_array in self.hooks_by_width_and_dtype().items():
             bit_pattern_arrays: list[Array] = []
             stage_numbers_of_hooks = [
                 hook.layer_number // layers_per_stage
-                for hook in hooks_of_vector_type
+                for hook in hooks_of_array
                 if not hook.kind.is_after_layers
             ]
             if stage_numbers_of_hooks:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
                 # of the batch. The axis of micro-batches and the axis of their rows are swapped, so
                 # that merging the two axes restores the order of the rows in the batch.
-                bit_patterns_of_pipeline_stages = buffer_by_vector_type[vector_type].swapaxes(2, 3)
+                bit_patterns_of_pipeline_stages = buffer_by_width_and_dtype[
+                    width_and_dtype
+                ].swapaxes(2, 3)
                 bit_patterns_of_pipeline_stages = bit_patterns_of_pipeline_stages.reshape(
                     *bit_patterns_of_pipeline_stages.shape[:2],
                     rows,
@@ -370,16 +379,16 @@ class Capture:
                     bit_patterns_of_pipeline_stages[stage_number, :hook_count]
                     for stage_number, hook_count in enumerate(hook_counts_of_stages)
                 ]
-            for hook in hooks_of_vector_type:
+            for hook in hooks_of_array:
                 if hook.kind.is_after_layers:
                     bit_patterns_of_hook = self.layout.constrain(
                         bit_patterns_by_kind_after_last_layer[hook.kind], *LEAVING_AXES
                     )
                     bit_pattern_arrays.append(bit_patterns_of_hook[None])
-            values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                jnp.concatenate(bit_pattern_arrays), vector_type.dtype
+            values_by_width_and_dtype[width_and_dtype] = lax.bitcast_convert_type(
+                jnp.concatenate(bit_pattern_arrays), width_and_dtype.dtype
             )
-        return values_by_vector_type
+        return values_by_width_and_dtype
 
 
 def _unsigned(x: Array) -> Array:

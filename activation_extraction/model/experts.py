@@ -311,19 +311,22 @@ def _sum_in_ring(
     first_halves_of_token_parts, second_halves_of_token_parts = (
         collect_halves(half_slice, ring_shift) for half_slice, ring_shift in half_slices_and_shifts
     )
-    # Two elements for each part of the collected tokens: its first half and its second half. Each
-    # half is a list of three arrays: its tokens, their routing weights and their chosen experts.
-    # The parts are in the order of their numbers, because `jnp.split` below divides the results
-    # into the same parts again.
-    token_halves_in_part_order: list[list[Array]] = []
+    # Each of these lists contains two arrays for each part of the collected tokens: one for the
+    # first half of the part, and one for the second half. The parts are in the order of their
+    # numbers, because `jnp.split` below divides the results into the same parts again.
+    tokens_of_halves: list[Array] = []
+    routing_weights_of_halves: list[Array] = []
+    chosen_experts_of_halves: list[Array] = []
     for halves_of_token_part in zip(
         first_halves_of_token_parts, second_halves_of_token_parts, strict=True
     ):
-        token_halves_in_part_order.extend(halves_of_token_part)
-    x, routing_weights, chosen_expert_numbers = (
-        jnp.concatenate(arrays_of_token_halves)
-        for arrays_of_token_halves in zip(*token_halves_in_part_order, strict=True)
-    )
+        for half_tokens, half_routing_weights, half_chosen_experts in halves_of_token_part:
+            tokens_of_halves.append(half_tokens)
+            routing_weights_of_halves.append(half_routing_weights)
+            chosen_experts_of_halves.append(half_chosen_experts)
+    x = jnp.concatenate(tokens_of_halves)
+    routing_weights = jnp.concatenate(routing_weights_of_halves)
+    chosen_expert_numbers = jnp.concatenate(chosen_experts_of_halves)
     # The numbers of this device's experts become 0 to E - 1, for E experts per device. All other
     # numbers are experts of other devices.
     chosen_expert_numbers_from_first_of_device = (

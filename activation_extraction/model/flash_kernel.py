@@ -187,12 +187,12 @@ def _attend(
     query_indices = first_query_ref[0] + pl.program_id(0) * QUERIES + jnp.arange(QUERIES)
 
     def add_keys(
-        block_number: Array, state: tuple[Array, Array, Array]
+        key_block_number: Array, state: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
         """Adds one block of keys to the running softmax.
 
         Args:
-            block_number: The number of the block of keys.
+            key_block_number: The number of the block of keys.
             state: The softmax over the blocks of keys before this one, as a tuple: the weighted sum
                 of the values for each query, (QUERIES, H); the largest score of each query,
                 (QUERIES,); the sum of the softmax weights of each query, (QUERIES,).
@@ -201,17 +201,17 @@ def _attend(
             The state after this block of keys, as the same tuple.
         """
         weighted_value_sums, max_scores, softmax_weight_sums = state
-        key_slice = pl.ds(block_number * KEYS, KEYS)
+        key_slice = pl.ds(key_block_number * KEYS, KEYS)
         query_key_distances = (
-            query_indices[:, None] - (block_number * KEYS + jnp.arange(KEYS))[None]
+            query_indices[:, None] - (key_block_number * KEYS + jnp.arange(KEYS))[None]
         )
-        sees_key = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (
+        visible_key_mask = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (
             query_key_distances >= 0
         )
         if window is not None:
-            sees_key &= query_key_distances < window
+            visible_key_mask &= query_key_distances < window
         query_key_scores = plgpu.dot(q, k_ref[key_slice, :].T) * math.log2(math.e)
-        query_key_scores = jnp.where(sees_key, query_key_scores, UNSEEN)
+        query_key_scores = jnp.where(visible_key_mask, query_key_scores, UNSEEN)
         new_max_scores = jnp.maximum(max_scores, query_key_scores.max(axis=1))
         softmax_weights = jnp.exp2(query_key_scores - new_max_scores[:, None])
         rescale_factors = jnp.exp2(max_scores - new_max_scores)

@@ -28,7 +28,7 @@ from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import compile_with_options, watch_compiling
 from activation_extraction.model.encode import Encoder, Weights, encode
-from activation_extraction.model.hooks import Hook, VectorType
+from activation_extraction.model.hooks import Hook, WidthAndDtype
 from activation_extraction.model.host_rows import HostRows
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.mesh import Layout, shape_phrase
@@ -42,10 +42,10 @@ from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import HookedModel
 
 Key = int | str  # the key of a hook in the shards, which is its layer or its name
-# The activations of a step. They are a dict: `VectorType`, which is a width and a dtype -> the
+# The activations of a step. They are a dict: `WidthAndDtype`, which is a width and a dtype -> the
 # stacked activations at all hooks with this width and dtype, (hooks, rows of all hosts, T, width).
 # If only some tokens of the batch are kept, they are an object of the class `KeptTokens` instead.
-Activations = dict[VectorType, Array] | KeptTokens
+Activations = dict[WidthAndDtype, Array] | KeptTokens
 # A function that computes one step. Its arguments are the batch of this host (None if the host has
 # no rows left), and three truth values of this host, which are called its votes and whose meaning
 # the caller determines. It returns the activations, and for each vote the number of hosts with the
@@ -98,13 +98,13 @@ class Program:
         """Letter of an axis -> its size in the model (see `HookKind.axis_letters`)."""
         return self.model.config.sizes_with(self.batch_shape[1])
 
-    def vector_type(self, hook: Hook) -> VectorType:
+    def width_and_dtype(self, hook: Hook) -> WidthAndDtype:
         """Returns the width and the dtype of a hook's activations when they leave the devices.
 
         Args:
             hook: The hook.
         """
-        return hook.kind.vector_type(self.sizes, self.model.captured_dtype)
+        return hook.kind.width_and_dtype(self.sizes, self.model.captured_dtype)
 
     def flops(self, lengths: Sequence[int]) -> float:
         """Returns the number of floating-point operations that computing some samples takes.
@@ -127,36 +127,35 @@ class Program:
         stored_dtype = self.model.activation_dtype
         bytes_by_hook = {}
         for hook in self.hook_by_key.values():
-            bytes_by_hook[hook.name] = hook.kind.vector_type(self.sizes, stored_dtype).bytes
+            bytes_by_hook[hook.name] = hook.kind.width_and_dtype(self.sizes, stored_dtype).bytes
         for encoder in self.encoders:
             bytes_by_hook[encoder.hook.name] = code_bytes(encoder.max_codes_per_token, stored_dtype)
         return bytes_by_hook
 
     def with_codes(
         self,
-        activations_by_width_and_dtype: dict[VectorType, Array],
+        activations_by_width_and_dtype: dict[WidthAndDtype, Array],
         weights_of_encoders: Sequence[Weights],
-    ) -> dict[VectorType, Array]:
+    ) -> dict[WidthAndDtype, Array]:
         """Computes the codes of autoencoders, and selects the arrays of the hooks that are stored.
 
         Args:
-            activations_by_width_and_dtype: Vector type (a width and a dtype) -> the activations at
-                all hooks of the model with this width and dtype, (hooks, rows of all hosts, T,
-                width).
+            activations_by_width_and_dtype: Width and dtype -> the activations at all hooks of the
+                model with this width and dtype, (hooks, rows of all hosts, T, width).
             weights_of_encoders: The weights of each autoencoder, in the order of `encoders`.
 
         Returns:
-            Vector type -> the activations and codes at all stored hooks with this width and dtype,
-            (hooks, rows of all hosts, T, width).
+            Width and dtype -> the activations and codes at all stored hooks with this width and
+            dtype, (hooks, rows of all hosts, T, width).
         """
         if not self.encoders:
             return activations_by_width_and_dtype
         array_iterator_by_width_and_dtype = {
-            width_and_dtype: iter(activations_of_type)
-            for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
+            width_and_dtype: iter(activations_of_hooks)
+            for width_and_dtype, activations_of_hooks in activations_by_width_and_dtype.items()
         }
         activations_by_hook = {
-            hook: next(array_iterator_by_width_and_dtype[self.vector_type(hook)])
+            hook: next(array_iterator_by_width_and_dtype[self.width_and_dtype(hook)])
             for hook in self.model.hooks
         }
         for encoder, encoder_weights in zip(self.encoders, weights_of_encoders, strict=True):
@@ -166,9 +165,9 @@ class Program:
                 encoder, encoder_weights, source_values, target_values, self.layout
             )
             activations_by_hook[encoder.hook] = encoder_codes
-        stored_arrays_by_width_and_dtype: dict[VectorType, list[Array]] = defaultdict(list)
+        stored_arrays_by_width_and_dtype: dict[WidthAndDtype, list[Array]] = defaultdict(list)
         for hook in self.hook_by_key.values():
-            stored_arrays_by_width_and_dtype[self.vector_type(hook)].append(
+            stored_arrays_by_width_and_dtype[self.width_and_dtype(hook)].append(
                 activations_by_hook[hook]
             )
         return {
@@ -225,11 +224,11 @@ class Forward(Program):
         else:
             activations_by_width_and_dtype = self.host_rows.receive(activations)
         array_iterator_by_width_and_dtype = {
-            width_and_dtype: iter(activations_of_type)
-            for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
+            width_and_dtype: iter(activations_of_hooks)
+            for width_and_dtype, activations_of_hooks in activations_by_width_and_dtype.items()
         }
         return {
-            hook_key: next(array_iterator_by_width_and_dtype[self.vector_type(hook)])
+            hook_key: next(array_iterator_by_width_and_dtype[self.width_and_dtype(hook)])
             for hook_key, hook in self.hook_by_key.items()
         }
 
@@ -288,8 +287,8 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         function returns their sums to all hosts, which can then all make the same decision, such as
         whether to take another step. It returns a tuple of:
 
-        - A dict that maps each `VectorType`, which is a width and a dtype, to the activations or
-          codes at all stored hooks of this type, (hooks, rows of all hosts, T, width).
+        - A dict that maps each `WidthAndDtype` to the activations or codes at all stored hooks with
+          this width and dtype, (hooks, rows of all hosts, T, width).
         - For each of the three votes, the number of hosts whose value is 1, (3,) int32.
     """
     model = program.model

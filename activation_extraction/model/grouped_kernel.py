@@ -227,12 +227,12 @@ def _multiply(
     def add_inputs(number: Array, products: list[Array]) -> list[Array]:
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
         x = plgpu.load(x_ref.at[tile_rows_slice, input_slice], mask=expert_rows_mask, other=0.0)
-        product_of_each_stack = []
+        updated_products = []
         for product_so_far, weight_stack_ref in zip(products, weight_stack_refs, strict=True):
-            product_of_each_stack.append(
+            updated_products.append(
                 product_so_far + plgpu.dot(x, weight_stack_ref[expert_number, input_slice, :])
             )
-        return product_of_each_stack
+        return updated_products
 
     @pl.when(first_row_index < end_row_index)
     def _() -> None:

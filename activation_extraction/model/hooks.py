@@ -55,10 +55,10 @@ ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp
 PREDICTED = "predicted."
 
 
-class VectorType(NamedTuple):
+class WidthAndDtype(NamedTuple):
     """The width and the dtype of the vector that a hook has for each token.
 
-    A step stores the values of all hooks with the same vector type in one array.
+    A step stores the values of all hooks with the same width and dtype in one array.
 
     Attributes:
         width: The length of the vector.
@@ -140,7 +140,7 @@ class HookKind:
         """
         return math.prod(sizes[letter] for letter in self.axis_letters) * self.width_factor
 
-    def vector_type(self, sizes: Mapping[str, int], dtype: Any) -> VectorType:
+    def width_and_dtype(self, sizes: Mapping[str, int], dtype: Any) -> WidthAndDtype:
         """Returns the width and dtype of the values that a token has at a hook of this kind.
 
         Args:
@@ -149,7 +149,7 @@ class HookKind:
                 --activation_dtype float8 stores.
         """
         activation_dtype_name = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
-        return VectorType(self.width(sizes), self.dtype or activation_dtype_name)
+        return WidthAndDtype(self.width(sizes), self.dtype or activation_dtype_name)
 
     def exists_in(self, layer_type: str) -> bool:
         """Returns whether layers of a type have hooks of this kind.

@@ -7,8 +7,7 @@ tokens are stored, kept.py receives them.
 
 In this module, a device part is the part of an array that is on one device (`jax.Shard`).
 
-Hooks whose values have the same width and dtype share one array. The pair of this width and dtype
-is called the vector type of the hooks (`hooks.VectorType`).
+Hooks whose values have the same width and dtype share one array (see `hooks.WidthAndDtype`).
 
 Letters: B rows of a host, T tokens per row.
 """
@@ -24,7 +23,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.hooks import VectorType
+from activation_extraction.model.hooks import WidthAndDtype
 from activation_extraction.model.mesh import RULES, Layout
 
 # Names of the JAX platforms from whose devices `to_host` copies arrays to pinned host memory.
@@ -94,31 +93,31 @@ class HostRows:
         return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_rows)
 
     def receive(
-        self, activations_by_width_and_dtype: Mapping[VectorType, Array]
-    ) -> dict[VectorType, np.ndarray]:
+        self, activations_by_width_and_dtype: Mapping[WidthAndDtype, Array]
+    ) -> dict[WidthAndDtype, np.ndarray]:
         """Copies the activations of this host's rows from its devices to the host.
 
         Args:
-            activations_by_width_and_dtype: Vector type (a width and a dtype) -> activations at the
-                hooks of this type, (hooks, rows of all hosts, T, width). Their sharding is the
-                result of the method `outgoing`, with which the devices of each host together have
-                the activations of the host's rows.
+            activations_by_width_and_dtype: Width and dtype -> activations at the hooks with this
+                width and dtype, (hooks, rows of all hosts, T, width). Their sharding is the result
+                of the method `outgoing`, with which the devices of each host together have the
+                activations of the host's rows.
 
         Returns:
-            Vector type -> activations of this host's rows at the hooks of this type, (hooks, B, T,
-            width).
+            Width and dtype -> activations of this host's rows at the hooks with this width and
+            dtype, (hooks, B, T, width).
         """
         device_parts_by_width_and_dtype = {
-            width_and_dtype: device_parts_of_host(activations_of_type)
-            for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
+            width_and_dtype: device_parts_of_host(activations_of_hooks)
+            for width_and_dtype, activations_of_hooks in activations_by_width_and_dtype.items()
         }
         # All copies are started before the first copy is awaited, so that they overlap.
         copied_parts_by_width_and_dtype = {}
-        for width_and_dtype, device_parts_of_type in device_parts_by_width_and_dtype.items():
+        for width_and_dtype, device_parts in device_parts_by_width_and_dtype.items():
             copied_parts_by_width_and_dtype[width_and_dtype] = [
-                to_host(device_part.data) for device_part in device_parts_of_type
+                to_host(device_part.data) for device_part in device_parts
             ]
-        received_array_by_width_and_dtype: dict[VectorType, np.ndarray] = {}
+        received_array_by_width_and_dtype: dict[WidthAndDtype, np.ndarray] = {}
         for width_and_dtype, copied_parts in copied_parts_by_width_and_dtype.items():
             if len(copied_parts) == 1:
                 received_array_by_width_and_dtype[width_and_dtype] = np.asarray(copied_parts[0])
@@ -214,15 +213,16 @@ def device_parts_of_host(activations: Array) -> list[Any]:
     Args:
         activations: The activations, (hooks, rows of all hosts, T tokens per row, width).
     """
-    # (index of the first row, index of the first token) -> the device part that begins there.
-    device_part_by_first_row_and_token = {}
+    # (Index of the first row, index of the first token) -> the device part that begins there.
+    device_part_by_first_indices = {}
     for device_part in activations.addressable_shards:
         row_slice, token_slice = device_part.index[1:3]
-        first_row_and_token = row_slice.start or 0, token_slice.start or 0
-        device_part_by_first_row_and_token[first_row_and_token] = device_part
+        first_row_index = row_slice.start or 0
+        first_token_index = token_slice.start or 0
+        device_part_by_first_indices[first_row_index, first_token_index] = device_part
     return [
-        device_part_by_first_row_and_token[first_row_and_token]
-        for first_row_and_token in sorted(device_part_by_first_row_and_token)
+        device_part_by_first_indices[first_indices]
+        for first_indices in sorted(device_part_by_first_indices)
     ]
 
 

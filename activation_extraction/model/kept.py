@@ -8,8 +8,7 @@ tokens has gathered all of them. Devices of other hosts do not take part.
 
 If all tokens are kept, host_rows.py copies the activations instead.
 
-Hooks whose values have the same width and dtype share one array. The pair of this width and dtype
-is called the vector type of the hooks (`hooks.VectorType`).
+Hooks whose values have the same width and dtype share one array (see `hooks.WidthAndDtype`).
 
 Letters: B rows of this host, T tokens per row, N tokens in a block of a device.
 """
@@ -24,7 +23,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.model.hooks import VectorType
+from activation_extraction.model.hooks import WidthAndDtype
 from activation_extraction.model.host_rows import device_parts_of_host, rows_and_tokens, to_host
 
 # A device gathers its kept tokens of a batch in blocks, with one call of `gather_tokens` per block.
@@ -40,8 +39,8 @@ class KeptBlock(NamedTuple):
     N is the same number for all blocks of a batch.
 
     Attributes:
-        activations_by_width_and_dtype: Vector type (a width and a dtype) -> activations at the
-            hooks of this type, (hooks, devices * N, width).
+        activations_by_width_and_dtype: Width and dtype -> activations at the hooks with this width
+            and dtype, (hooks, devices * N, width).
         token_indices_in_block: Indices of the kept tokens on the second axis of the activations,
             (kept tokens of the block,) int. The values at other indices are padding.
         kept_token_numbers: For each index in `token_indices_in_block`, the number of the kept
@@ -49,7 +48,7 @@ class KeptBlock(NamedTuple):
             from 0, ordered by row and position.
     """
 
-    activations_by_width_and_dtype: dict[VectorType, Array]
+    activations_by_width_and_dtype: dict[WidthAndDtype, Array]
     token_indices_in_block: np.ndarray
     kept_token_numbers: np.ndarray
 
@@ -59,18 +58,18 @@ class KeptTokens(NamedTuple):
 
     Attributes:
         blocks: Blocks that together contain all kept tokens.
-        shape_by_width_and_dtype: Vector type (a width and a dtype) -> shape of the activations at
-            the hooks of this type: (hooks, kept tokens of this host's rows, width).
+        shape_by_width_and_dtype: Width and dtype -> shape of the activations at the hooks with this
+            width and dtype: (hooks, kept tokens of this host's rows, width).
     """
 
     blocks: list[KeptBlock]
-    shape_by_width_and_dtype: dict[VectorType, tuple[int, int, int]]
+    shape_by_width_and_dtype: dict[WidthAndDtype, tuple[int, int, int]]
 
-    def receive(self) -> dict[VectorType, np.ndarray]:
+    def receive(self) -> dict[WidthAndDtype, np.ndarray]:
         """Copies the activations to the host, and waits for them.
 
         Returns:
-            Vector type (a width and a dtype) -> activations at the hooks of this type, (hooks, kept
+            Width and dtype -> activations at the hooks with this width and dtype, (hooks, kept
             tokens of this host's rows, width). The tokens are ordered by row and position.
         """
         # All copies are started before the first copy is awaited, so that they overlap.
@@ -98,24 +97,24 @@ class KeptTokens(NamedTuple):
 
 
 def take_kept(
-    activations_by_width_and_dtype: Mapping[VectorType, Array], kept_mask: np.ndarray
+    activations_by_width_and_dtype: Mapping[WidthAndDtype, Array], kept_mask: np.ndarray
 ) -> KeptTokens:
     """Starts to gather the activations of kept tokens, without waiting for the devices.
 
     Args:
-        activations_by_width_and_dtype: Vector type (a width and a dtype) -> activations at the
-            hooks of this type, (hooks, rows of all hosts, T, width). Their sharding is the result
-            of `HostRows.outgoing`.
+        activations_by_width_and_dtype: Width and dtype -> activations at the hooks with this width
+            and dtype, (hooks, rows of all hosts, T, width). Their sharding is the result of
+            `HostRows.outgoing`.
         kept_mask: The mask of the kept tokens of this host's rows, (B, T) bool.
 
     Returns:
         The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
     device_parts_by_width_and_dtype = {
-        width_and_dtype: device_parts_of_host(activations_of_type)
-        for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
+        width_and_dtype: device_parts_of_host(activations_of_hooks)
+        for width_and_dtype, activations_of_hooks in activations_by_width_and_dtype.items()
     }
-    # The arrays of all vector types are split alike: their parts on a device have the same rows and
+    # The arrays of activations are split alike: their parts on a device have the same rows and
     # tokens.
     device_parts_of_first_array = next(iter(device_parts_by_width_and_dtype.values()))
     host_mesh = Mesh(
@@ -145,8 +144,12 @@ def take_kept(
         )
     num_kept_tokens = int(kept_mask.sum())
     received_shape_by_width_and_dtype = {
-        width_and_dtype: (len(activations_of_type), num_kept_tokens, activations_of_type.shape[-1])
-        for width_and_dtype, activations_of_type in activations_by_width_and_dtype.items()
+        width_and_dtype: (
+            len(activations_of_hooks),
+            num_kept_tokens,
+            activations_of_hooks.shape[-1],
+        )
+        for width_and_dtype, activations_of_hooks in activations_by_width_and_dtype.items()
     }
     return KeptTokens(kept_token_blocks, received_shape_by_width_and_dtype)
 

@@ -323,7 +323,7 @@ def _check_bytes_of_a_row(
     Raises:
         InputError: If the values of the row take more than MAX_ROW_BYTES.
     """
-    bytes_per_token = hook.kind.vector_type(config.sizes_with(length), activation_dtype).bytes
+    bytes_per_token = hook.kind.width_and_dtype(config.sizes_with(length), activation_dtype).bytes
     if hook.kind.grows_with_row_length and bytes_per_token * length > MAX_ROW_BYTES:
         raise InputError(
             f"--hook_names {hook.name}: takes {bytes_per_token:,} bytes per token and "
@@ -492,7 +492,9 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     hook_dtypes = []
     for hook in forward.hook_by_key.values():
         if hook.name in bytes_per_token_by_hook:
-            width_and_dtype = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
+            width_and_dtype = hook.kind.width_and_dtype(
+                forward.sizes, forward.model.activation_dtype
+            )
             hook_widths.append(width_and_dtype.width)
             hook_dtypes.append(width_and_dtype.dtype)
     log.info(

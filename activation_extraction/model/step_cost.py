@@ -176,16 +176,17 @@ class CostModel:
             + 4 * model_config.sizes.get("F", 0) // num_devices_along_model_axes
         )
         if model_config.experts is not None:
-            # A token has a row of activations for each expert that it chooses (see experts.py). A
-            # device computes its experts for its own tokens and for as many tokens of every other
-            # device along the mesh axis `expert`, so it stores the rows of all these tokens.
-            num_expert_rows_per_token = model_config.experts.per_token * layout.size("expert")
-            num_activation_values_per_expert_row = (
+            # Each expert that a token chooses gets a copy of the token's vector as its input (see
+            # experts.py). A device computes its experts for its own tokens and for as many tokens
+            # of every other device along the mesh axis `expert`. The number of inputs that the
+            # device stores for all these tokens is divided by the number of its own tokens.
+            num_expert_inputs_per_token = model_config.experts.per_token * layout.size("expert")
+            num_activation_values_per_expert_input = (
                 2 * model_config.hidden_size
                 + model_config.experts.width // num_devices_along_model_axes
             )
             num_activation_values_per_token += (
-                num_expert_rows_per_token * num_activation_values_per_expert_row
+                num_expert_inputs_per_token * num_activation_values_per_expert_input
             )
         num_logit_block_values = 0.0
         if self.model.predicts:
@@ -208,7 +209,7 @@ class CostModel:
         captured_hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
         captured_bytes_in_step = 0
         for hook in captured_hooks:
-            bytes_per_token = hook.kind.vector_type(
+            bytes_per_token = hook.kind.width_and_dtype(
                 size_by_axis_letter, self.model.captured_dtype
             ).bytes
             captured_bytes_in_step += self.num_rows * self.row_length * bytes_per_token

@@ -27,6 +27,9 @@ INDEX_FILE = "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file name without folders
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # the supported float dtypes, by safetensors' names
 REQUEST_BYTES = 8 * 2**20  # the largest number of bytes that a request downloads
+# A read of `RemoteFile.num_values_per_read` values is divided into at least this many requests.
+MIN_REQUESTS_PER_READ = 4
+MIN_BYTES_PER_VALUE = 1  # the size of a value in the smallest dtypes, such as float8
 CONNECTIONS = 16  # the largest number of requests at a time, for all files together
 # Two ranges with fewer unneeded bytes between them are downloaded as one range, because these bytes
 # take less time than another request.
@@ -144,9 +147,8 @@ class RemoteFile(WeightFile):
     it was opened.
     """
 
-    # A value has at least one byte, so a read of this many values is divided into at least four
-    # requests, which run in parallel.
-    num_values_per_read = 4 * REQUEST_BYTES
+    # A read of this many values is divided into several requests, which run in parallel.
+    num_values_per_read = MIN_REQUESTS_PER_READ * REQUEST_BYTES // MIN_BYTES_PER_VALUE
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name = name

@@ -198,7 +198,9 @@ def _shortage_on_host(forward: Forward) -> str:
         The message. "" if the activations fit.
     """
     num_rows, tokens_per_row = forward.batch_shape
-    bytes_per_token = sum(forward.vector_type(hook).bytes for hook in forward.hook_by_key.values())
+    bytes_per_token = sum(
+        forward.width_and_dtype(hook).bytes for hook in forward.hook_by_key.values()
+    )
     needed_bytes = STEPS_ON_HOST * num_rows * tokens_per_row * bytes_per_token
     return _shortage_message(
         f"{STEPS_ON_HOST} steps of {num_rows}", needed_bytes, "host", available_memory()

@@ -310,8 +310,8 @@ def bytes_of_compiled_step(run: PlannedRun, request: StepRequest) -> float | Non
             install_extra_advice("plan"),
         )
         return None
-    for variable_name, variable_value in LIBTPU_VARIABLES.items():
-        os.environ.setdefault(variable_name, variable_value)
+    for environment_variable_name, environment_variable_value in LIBTPU_VARIABLES.items():
+        os.environ.setdefault(environment_variable_name, environment_variable_value)
     program_to_compile = program_of(
         run, replace(request, devices_of_planned_machine=run.topology.compiler_devices())
     )

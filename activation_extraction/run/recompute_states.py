@@ -88,8 +88,8 @@ def load_for_hidden_states(
     computed_hook_names = (
         "blocks.0.hook_resid_pre",
         *(
-            f"blocks.{block_number}.hook_resid_post"
-            for block_number in range(model_config.num_hidden_layers)
+            f"blocks.{layer_number}.hook_resid_post"
+            for layer_number in range(model_config.num_hidden_layers)
         ),
         "ln_final.hook_out",
     )

@@ -269,7 +269,7 @@ def list_hooks(
     size_by_axis_letter = model_config.sizes_with(max_sample_tokens)
     table_rows: list[tuple[str, ...]] = [COLUMNS]
     for hook_kind in table.kinds:
-        vector_type = hook_kind.vector_type(size_by_axis_letter, dtype)
+        width_and_dtype = hook_kind.width_and_dtype(size_by_axis_letter, dtype)
         module_name, *other_module_names = hook_kind.module_names or ("",)
         hook_layers = hook_kind.layers(num_layers, table.layer_types)
         # K stands for the number of a layer.
@@ -280,9 +280,9 @@ def list_hooks(
             hook_alias.format("K") for hook_alias in (*hook_kind.aliases, *other_module_names)
         )
         width_dtype_and_bytes_cells = (
-            f"{vector_type.width:,}",
-            vector_type.dtype,
-            f"{vector_type.bytes:,}",
+            f"{width_and_dtype.width:,}",
+            width_and_dtype.dtype,
+            f"{width_and_dtype.bytes:,}",
         )
         table_rows.append(
             (
@@ -308,7 +308,7 @@ def list_hooks(
         table_lines.append("  ".join(padded_cells))
     table_lines.append(f"K is the layer, from 0 to {num_layers - 1}")
     for encoder in encoders:
-        activation_bytes_per_token = encoder.source_hook.kind.vector_type(
+        activation_bytes_per_token = encoder.source_hook.kind.width_and_dtype(
             size_by_axis_letter, dtype
         ).bytes
         table_lines.append(

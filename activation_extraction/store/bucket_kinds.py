@@ -162,26 +162,27 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
     return client_arguments
 
 
-def _first_set(*variables: str) -> tuple[str, str]:
+def _first_set(*environment_variable_names: str) -> tuple[str, str]:
     """Returns the first of several environment variables that is set and not empty.
 
     Args:
-        variables: Names of the environment variables.
+        environment_variable_names: Names of the environment variables.
 
     Returns:
         A tuple of the name and the value of the variable. Both are "" if there is no such variable.
     """
-    for environment_variable_name in variables:
+    for environment_variable_name in environment_variable_names:
         if variable_value := os.environ.get(environment_variable_name, ""):
             return environment_variable_name, variable_value
     return "", ""
 
 
-def _checked_address(variable: str, address: str) -> str:
+def _checked_address(environment_variable_name: str, address: str) -> str:
     """Checks the address of a store, and returns it without a slash at its end.
 
     Args:
-        variable: Name of the environment variable that contains the address, for the message.
+        environment_variable_name: Name of the environment variable that contains the address, for
+            the message.
         address: Address of a store.
 
     Raises:
@@ -195,7 +196,10 @@ def _checked_address(variable: str, address: str) -> str:
             and address_parts.port != 0
         ):
             return address.rstrip("/")
-    raise ValueError(f"{variable} is {plain_url(address)!r}, expected http://HOST or https://HOST")
+    raise ValueError(
+        f"{environment_variable_name} is {plain_url(address)!r}, "
+        "expected http://HOST or https://HOST"
+    )
 
 
 GOOGLE = BucketKind(

@@ -386,8 +386,8 @@ def _refuse_delta_table(
             f"{candidate_folder_path}/{DELTA_LOG}" for candidate_folder_path in sorted_folder_paths
         ]
         with ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
-            is_table_flags = thread_pool.map(fs.isdir, log_folder_paths)
-            table_folder_paths.update(itertools.compress(sorted_folder_paths, is_table_flags))
+            table_folder_mask = list(thread_pool.map(fs.isdir, log_folder_paths))
+            table_folder_paths.update(itertools.compress(sorted_folder_paths, table_folder_mask))
     if table_folder_paths:
         raise InputError(
             f"--dataset_path {path}: {min(table_folder_paths)} is a Delta table, whose "
