@@ -8,16 +8,18 @@ as gzipped pickles on the disk. The model has random weights in the shape of Qwe
 documents have log-normal lengths, with a median of 620 tokens and a sigma of 1.0, and are cut at
 2048 tokens. compute_only.py measures this tool without storing. Every measurement runs in a
 separate process. Each of --rounds rounds measures every contender once, and medians are reported.
-The last line printed is one JSON object.
+
+The program prints a table with a line for each contender, then one JSON object as the last line.
 
 A contender's tokens per second are measured from the end of loading and compiling until the last
-shard is on the disk. Padding and its operations do not count. The competitors take minutes. So,
-without --whole, they compute only one of several batches, and write only one of several computed
-documents. Their seconds per token are the sum of the seconds of computing and of writing, because
-they do one after the other.
+shard is on the disk. Padding is not counted as tokens, and computing it is not counted as
+operations. The competitors take minutes. Therefore, without --whole, they compute only one of
+several batches, and write only one of several of the computed documents. Their time per token is
+then the measured time of computing per computed token, plus the measured time of writing per
+written token, because they do one after the other.
 
 In a model with experts, all contenders also store the numbers of the experts to which tokens are
-routed. These columns of the table need an explanation:
+routed. Some columns of the table need an explanation:
 
 compute    the speed of computing without storing
 of peak    the speed as a fraction of the fastest matrix product
@@ -30,10 +32,10 @@ disturbed  the fraction of the machine's processor time that other processes use
 
 Activations and experts are compared only in documents of at most 640 tokens.
 
-The following table shows results for other families, on an idle machine with 2 cores: tokens per
-second, and the fraction of the speed of the fastest matrix product. The flags were --shape SHAPE
---documents 24 --batch_size 4 --whole --only ours alone, so the column "transformers" shows the
-competitor "alone". One round of 17,805 tokens was measured.
+Results for other families, in tokens per second and as a fraction of the speed of the fastest
+matrix product, on an idle machine with 2 cores (--shape SHAPE --documents 24 --batch_size 4 --whole
+--only ours alone; the column "transformers" shows the competitor "alone"; one round of 17,805
+tokens):
 
               float32                     bfloat16
               this tool    transformers   this tool    transformers
@@ -41,9 +43,9 @@ competitor "alone". One round of 17,805 tokens was measured.
     qwen3-moe 396  50 %    422  53 %      613  35 %    812  47 %
     qwen3.5   236  58 %    230  56 %      306  34 %    360  40 %
 
-For 20 documents and the shape 0.5B, an hour later on the same machine, the speeds in float32 were
-182 tokens per second for this tool and 158 for transformers. In bfloat16, they were 306 and 313.
-With qwen3-moe in bfloat16, 26.5 % of this tool's tokens and 34.9 % of transformers' tokens had
+An hour later, the same machine computed 20 documents with the shape 0.5B at 182 tokens per second
+with this tool and at 158 with transformers in float32, and at 306 and 313 in bfloat16. With
+qwen3-moe in bfloat16, 26.5 % of this tool's tokens and 34.9 % of transformers' tokens were routed to
 other experts than in float32. Both fractions are high, because the weights are random, and
 therefore many experts are nearly tied.
 """

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet
 
-# The modules of the tests serve a bucket whose requests can fail, and start processes quickly.
+# This script imports modules from tests/, which serve a bucket whose requests can fail, and start
+# processes quickly.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from chat_templates import QWEN2_5

@@ -72,7 +72,8 @@ MIB = 2**20
 # For the simple readers `bare` and `sockets`: the number of ranges of files that they request at
 # the same time, and the largest number of bytes of a range.
 REQUESTS_OF_32_RANGES = 32, 8 * MIB
-# The same two numbers for the simple reader `of 16`, which requests fewer and smaller ranges.
+# For the simple reader `of 16`: the number of ranges that it requests at the same time, and the
+# largest number of bytes of a range. Both are smaller than for `bare` and `sockets`.
 REQUESTS_OF_16_RANGES = 16, 2 * MIB
 # The number of tokens of a sample.
 LENGTH = 2048

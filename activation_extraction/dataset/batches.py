@@ -106,7 +106,7 @@ class Batches(Iterator[T]):
         # `_iteration_position` refers to all data of this process.
         self._loader_worker_number_and_num_workers: tuple[int, int] | None = None
         # Whether a loop over `torch()` has begun since `restore`.
-        self._has_torch_loop_begun = False
+        self._has_data_loader_loop_begun = False
         # Iterator over the windows after `_current_window`. None until a batch is read, and after
         # `close`.
         self._window_iterator: Generator[Window, None, None] | None = None
@@ -181,7 +181,7 @@ class Batches(Iterator[T]):
         self.close()
         self._iteration_position = iteration_position
         self._loader_worker_number_and_num_workers = _loader_worker_number_and_num_workers()
-        self._has_torch_loop_begun = False
+        self._has_data_loader_loop_begun = False
         if (
             self._shared_worker_activity_byte is not None
             and _loader_worker_number_and_num_workers() is None
@@ -263,9 +263,9 @@ class Batches(Iterator[T]):
 
             def __iter__(self) -> Iterator[Any]:
                 batches = self._batches
-                if batches._has_torch_loop_begun:
+                if batches._has_data_loader_loop_begun:
                     batches._begin(Position())
-                batches._has_torch_loop_begun = True
+                batches._has_data_loader_loop_begun = True
                 return (batch.torch() for batch in batches)
 
             def state_dict(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class Batches(Iterator[T]):
         window = self._current_window
         num_taken_tokens = self._iteration_position.taken
         stop_token_index = min(num_taken_tokens + self.options.size, window.token_count)
-        sources_and_blocks = zip(self._token_sources, window.block_tuples_of_runs, strict=True)
+        sources_and_blocks = zip(self._token_sources, window.blocks_of_each_run, strict=True)
         batch = self._make_batch(
             [
                 token_source.take(blocks, num_taken_tokens, stop_token_index)

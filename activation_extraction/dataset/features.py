@@ -129,12 +129,12 @@ class StrongestTokens:
 def feature_table(
     dataset: "ActivationDataset", hook: str, contexts: int, around: int
 ) -> pyarrow.Table:
-    """Returns the table of the features of an autoencoder (see `ActivationDataset.features`).
+    """Lists how often each feature of an autoencoder is active, and where its values are largest.
 
     Args:
         dataset: Dataset of the run.
         hook: Any name of the hook that holds the codes.
-        contexts: Number of tokens to list for each feature.
+        contexts: Number of tokens to list for each feature: the tokens with its largest values.
         around: Number of tokens of the sample to include on each side of a listed token.
 
     Returns:

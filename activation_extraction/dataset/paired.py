@@ -622,19 +622,20 @@ def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleAct
 
 
 def _row_table(dataset: "ActivationDataset", index_column: str) -> pyarrow.Table:
-    """Returns a table that tells from which row of the data set each sample of a run comes.
+    """Returns a table that tells from which position in the data set each sample of a run comes.
 
     Args:
         dataset: Dataset of the run.
         index_column: Name of the column of the result that contains the indices of the samples.
 
     Returns:
-        A table with a row for each sample whose `row` (see SampleActivations) is stored. The column
-        "row" contains this `row` as JSON, which differs between the pieces of a document. The
-        column `index_column` contains the index of the sample in the run, int64.
+        A table with a row for each sample whose position `row` (see SampleActivations) is stored.
+        The column "row" contains this position as JSON. If a document is cut into pieces, each
+        piece has another position. The column `index_column` contains the index of the sample in
+        the run, int64.
 
     Raises:
-        ValueError: If two samples of the run come from the same row.
+        ValueError: If two samples of the run have the same position.
     """
     sample_index_by_row_json = dict[str, int]()
     for sample_index, row_position in enumerate(dataset.shards.columns(["row"])["row"]):

@@ -85,7 +85,7 @@ class Window(NamedTuple):
     A chunk is a range of a shard's tokens that is read at once.
 
     Attributes:
-        block_tuples_of_runs: For each of the runs that are read side by side, a tuple of blocks. A
+        blocks_of_each_run: For each of the runs that are read side by side, a tuple of blocks. A
             `Block` contains the arrays of some tokens, and the indices of the wanted tokens, which
             pass the filters. The wanted tokens, one block after the other, are the tokens of the
             window in the order of the batches. The wanted tokens are the same in all runs.
@@ -93,7 +93,7 @@ class Window(NamedTuple):
         end: Position at which an iteration continues after this window.
     """
 
-    block_tuples_of_runs: list[tuple[Block, ...]]
+    blocks_of_each_run: list[tuple[Block, ...]]
     token_count: int
     end: Position
 

@@ -647,17 +647,19 @@ def _describe(
 
 
 def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
-    """Returns the names of hooks whose computed states are compared with a layer's wrong states.
+    """Chooses the hooks among which --verify looks for the origin of wrong states.
 
-    The comparison finds the sample, the hook and the tokens to which the wrong states belong.
+    The states that are stored for a layer differ from the states that the model computes at the
+    expected hook. They may be the states of another hook, of other tokens or of another sample.
+    Therefore they are compared with the states that the model computes at the chosen hooks.
 
     Args:
         expected: Hook whose states the layer should contain.
         hooks: Names of all hooks, in the order of the computation.
 
     Returns:
-        The expected hook, the hook before it and the hook after it. All hooks if `expected` is only
-        a guess (see `ExpectedHook.is_hook_determined`).
+        The names of the expected hook, the hook before it and the hook after it. The names of all
+        hooks if `expected` is only a guess (see `ExpectedHook.is_hook_determined`).
     """
     hook_names = [*hooks]
     if not expected.is_hook_determined:

@@ -118,11 +118,9 @@ class Decoder:
         segment_ids = jnp.zeros((1, 1), jnp.int32)
         module_dtype = self.module_by_layer_type[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
-        windowed_mask_of_first_layer = self.config.sliding(range(1))
-        has_window = (
-            None if windowed_mask_of_first_layer is None else windowed_mask_of_first_layer[0]
-        )
-        return x, rotary_table(positions, self.config), segment_ids, has_window
+        window_mask = self.config.sliding(range(1))  # an array with one element, or None
+        layer_has_window = None if window_mask is None else window_mask[0]
+        return x, rotary_table(positions, self.config), segment_ids, layer_has_window
 
     def stacked(self, params: Any) -> StackedLayers:
         """Combines the stacked parameters of layers with the mask of layers with a sliding window.

@@ -214,13 +214,14 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     token_block_sort_keys, tile_row_numbers_in_token_block_order = lax.sort(
         (token_block_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
-    # The rows of a token block share a buffer. A token has one row for each of its experts. The
-    # first rows of all tokens come first in the buffer, then the second rows, and so on, so that
-    # `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS tokens. A sort key is
-    # a multiple of `rows_per_token_block` plus the index of the row in its token block (in the
-    # order of tokens), so the remainder is this index.
+    # The remainder is the index of a row in its token block, because a sort key is a multiple of
+    # `rows_per_token_block` plus this index. These indices count the rows token by token; a token
+    # has one row for each of its experts.
     row_indices_in_token_block = token_block_sort_keys[:routed_row_count] % rows_per_token_block
     token_indices_in_token_block = row_indices_in_token_block // experts_per_token
+    # The buffer of a token block instead contains the first row of each token, then the second row
+    # of each token, and so on. So `_add_fetched` can add TOKENS consecutive rows at a time, one to
+    # the sum of each token.
     row_indices_in_buffer = (
         row_indices_in_token_block % experts_per_token * TOKENS + token_indices_in_token_block
     )

@@ -635,7 +635,7 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
     Args:
         items: The items, which are made when they are iterated over.
     """
-    # `pairwise` yields each item with its successor. The appended None is the successor of the last
-    # item, and is never yielded itself.
+    # `pairwise` makes the successor of an item before it yields the item, and the successor is not
+    # used otherwise. The appended None is the successor of the last item.
     for item, _ in pairwise(chain(items, [None])):
         yield item  # type: ignore[misc]  # `item` is never the appended None

@@ -71,13 +71,14 @@ class FileFacts:
     Attributes:
         bytes: Size of the file in bytes.
         sha256: SHA-256 of the file's content, in hexadecimal digits.
-        version: Version of the file in the folder at the `url` of the commit; a copy in another
-            folder has another version. None if the store has no versions.
+        version: Version that the store gave the file when it was written, such as its generation
+            or ETag. It is valid only in the folder at the `url` of the commit, because a copy of
+            the file in another folder gets another version. None if the store has no versions.
         crc32c: CRC-32C of every MiB of the file of activations, 8 hexadecimal digits each,
             concatenated. "" for the other files of a shard.
-        ranges: Checksums of ranges of the file, with which readers that read only a range can check
-            it. None for files in other formats than safetensors, and for shards that older versions
-            of this program have stored.
+        ranges: Checksums of ranges of the file, with which a reader of a single range can check
+            this range. None for files in other formats than safetensors, and for shards that older
+            versions of this program have stored.
     """
 
     bytes: int

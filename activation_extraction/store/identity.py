@@ -458,12 +458,14 @@ class Sources(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Further facts about a run that metadata.json records, but that do not decide content.
+    """Facts about a run that metadata.json records in addition to the run's identity.
+
+    They do not influence the content of shards, so they may change when a run is continued.
 
     Attributes:
-        metadata: Further fields of metadata.json by name, with values that JSON can represent.
-        facts_by_hook_key: Key of a hook -> further facts about the hook, such as its aliases, by
-            the name of the fact.
+        metadata: Fields of metadata.json by name, with values that JSON can represent.
+        facts_by_hook_key: Key of a hook -> facts about the hook, such as its aliases, by the name
+            of the fact.
         sources: Files of the data set. None if the samples do not come from files.
     """
 

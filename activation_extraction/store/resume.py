@@ -84,17 +84,20 @@ class StoragePlan:
         return totals_of_shards
 
     def end_of_stored(self, worker: Worker) -> int:
-        """Returns the number of a worker's samples up to the last one that was ever stored.
+        """Returns where the samples of a worker end that were ever stored.
 
-        The worker's samples are counted from its first one, in the order in which they are read.
-        All samples before a mark were stored, and shards may contain samples after the last mark.
-        So the result is the larger of two numbers: the number of samples before the last mark in
-        `commits`, and the number of samples up to the last one that these shards contain. Some of
-        the counted samples may not be stored now, because samples are packed in another order than
-        they are read, and because shards may be lost.
+        The worker's samples are numbered from 0 in the order in which they are read. All samples
+        before a mark were stored, and shards may contain further samples after the last mark.
 
         Args:
             worker: Worker that writes to the folder.
+
+        Returns:
+            1 plus the largest number of a sample that was ever stored; 0 if there is none. It is
+            the larger of the number of samples before the last mark in `commits`, and 1 plus the
+            largest number of a sample in the shards of `commits`. Some samples with smaller numbers
+            may not be stored: samples are stored in another order than they are read, and shards
+            may have been lost.
         """
         last_mark = furthest_mark(self.commits)
         cumulative_sample_counts = [

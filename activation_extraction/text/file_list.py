@@ -499,18 +499,18 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     Raises:
         InputError: If the names of the files name several splits.
     """
-    # Index of the capturing group in SPLIT_WORD that matches the words for a split -> path of one
+    # Number of the capturing group in SPLIT_WORD that matches the words for a split -> path of one
     # file of this split. For example, the key for "test" is 2. The keys have the type of
     # `re.Match.lastindex`, but none of them is None.
-    example_path_by_split_index: dict[int | None, str] = {}
+    example_path_by_group_number: dict[int | None, str] = {}
     for data_path in data_paths:
         split_word_match = SPLIT_WORD.search(data_path.removeprefix(root).lower())
         if split_word_match:
-            example_path_by_split_index.setdefault(split_word_match.lastindex, data_path)
-    if len(example_path_by_split_index) > 1:
+            example_path_by_group_number.setdefault(split_word_match.lastindex, data_path)
+    if len(example_path_by_group_number) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(example_path_by_split_index.values()))}; choose the files of "
+            f"{' and '.join(sorted(example_path_by_group_number.values()))}; choose the files of "
             f"one split with a glob, or all files with {path.rstrip('/')}/**"
         )
 

@@ -105,8 +105,9 @@ def pack(
         for sample_indices in sample_indices_of_rows:
             start_in_row = 0
             for sample_index in sample_indices:
-                # A run may continue after the group once the sample that is placed last is stored.
-                # Before that, it continues from the beginning of the group.
+                # Samples are stored in the order in which they are placed in rows. When the last
+                # of them is stored, the whole group is stored, and a run may continue after it. As
+                # long as a sample is missing, the run must continue from the group's beginning.
                 mark_of_placed_sample = (
                     sample_group[-1].mark_after
                     if sample_index == index_of_last_placed_sample

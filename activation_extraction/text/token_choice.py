@@ -98,8 +98,8 @@ class TokenChoice:
         Args:
             sample_idx: The `sample_idx` of the sample, on which a random choice depends.
             token_ids: The token ids of the sample, int32 (tokens,).
-            eligible_token_mask: Mask of the tokens to which the rule of --positions applies, bool
-                (tokens,); None if it applies to all tokens.
+            eligible_token_mask: Mask of the tokens among which the rule of --positions chooses,
+                bool (tokens,). Other tokens are not kept. None if it chooses among all tokens.
 
         Returns:
             The positions in the sample, counted from 0, int32, ascending.

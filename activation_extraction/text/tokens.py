@@ -25,9 +25,10 @@ SECTION_CHARACTERS = 2**16
 # take 100 bytes per token.
 SECTIONS_AT_ONCE = 64
 # Each key is a pattern of positions where a text might be cut: before a space, or after a newline.
-# Its value lists texts before and after the position. `safe_cuts` checks with these texts whether
-# the words of a tokenizer stay the same if a text is cut there. This is the case with tokenizers of
-# Qwen and Llama 3, but words of other tokenizers may extend over the position.
+# Its value is a list of texts before the position, and a list of texts after it. `safe_cuts` joins
+# each text of the first list with each text of the second list, and checks whether the tokenizer
+# splits the result into the same words if it is cut between them. This is the case with tokenizers
+# of Qwen and Llama 3, but words of other tokenizers may extend over the position.
 CUT_TRIALS = {
     r"(?<=\S)(?= )": (
         ["a", "1", "1234", ".", "!!", "'", "é", "a\u0301", "中", "🙂", "a_", "a\n b"],
