@@ -45,8 +45,8 @@ tokens):
 
 An hour later, the same machine computed 20 documents with the shape 0.5B at 182 tokens per second
 with this tool and at 158 with transformers in float32, and at 306 and 313 in bfloat16. With
-qwen3-moe in bfloat16, 26.5 % of this tool's tokens and 34.9 % of transformers' tokens were routed to
-other experts than in float32. Both fractions are high, because the weights are random, and
+qwen3-moe in bfloat16, 26.5 % of this tool's tokens and 34.9 % of transformers' tokens were routed
+to other experts than in float32. Both fractions are high, because the weights are random, and
 therefore many experts are nearly tied.
 """
 
