@@ -232,8 +232,8 @@ def start_together(run: Run) -> tuple[StepFunction, Run]:
         # All hosts together raise this error below. If this host raised it alone, the other hosts
         # would wait for this host.
         failure = error
-    # Host 0 opens its output before the others do: if two pods start at the same time, their first
-    # hosts decide which of them continues.
+    # Host 0 of a pod opens its output before the other hosts do. So if two pods start at the same
+    # time, their hosts 0 alone decide which pod continues.
     for is_turn_of_first_host in (True, False):
         raise_together(run.host, failure)
         try:
@@ -378,7 +378,8 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
     is_run_complete = complete and failure is None
     try:
         with clock.measure("store"):
-            # Skipped and empty rows after the last sample are counted only at the end of the data.
+            # Only a complete run has a mark at the end of the data. It also counts the skipped and
+            # empty rows after the last sample.
             mark_at_end_of_data = run.batches.generator_result if is_run_complete else None
             if mark_at_end_of_data is None:
                 run.storage.finalize(is_run_complete)

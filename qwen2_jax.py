@@ -531,8 +531,8 @@ def tensor_names(config: ModelConfig, checkpoint_tensor_names: Collection[str]) 
         config: The configuration of the model.
         checkpoint_tensor_names: The names of the tensors in the checkpoint. They tell whether a
             tensor contains all experts of a layer or a single expert, and which projections of a
-            delta net share a tensor. The result contains the names for this checkpoint and the
-            names for a model without a checkpoint.
+            delta net share a tensor. The result contains the names in this layout, and the
+            names in the layout that is assumed for a model without a checkpoint.
     """
     possible_tensor_names = {HEAD}
     for assumed_tensor_names in ((), checkpoint_tensor_names):
@@ -667,7 +667,8 @@ def _interleaved_tensors(
     Such a tensor contains all rows of the first key head, then all rows of the next key head, and
     so on. In the tensor `in_proj_qkvz`, the rows of a key head project to its query, its key, and
     the values and gates of its value heads. In the tensor `in_proj_ba`, they project to the inputs
-    of the rates and of the log decays of its value heads.
+    of the betas (the rates with which tokens change the state) and of the log decays of its value
+    heads.
 
     Args:
         delta: The sizes of the delta net; None if the model has none.

@@ -131,8 +131,8 @@ class Comparison:
     def check(self, name: str, dtype: str) -> None:
         """Checks that the contender agrees with the reference and with float32.
 
-        The deviations from the reference must be small. The router must choose other experts than
-        in float32 for few tokens: see MAX_CHANGED_RATIO.
+        The deviations from the reference must be small. The number of tokens for which the router
+        chooses other experts than in float32 is limited by MAX_CHANGED_RATIO.
 
         Args:
             name: The name of the compared program (the contender), for the message.

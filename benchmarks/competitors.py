@@ -292,7 +292,7 @@ class Shards:
         """
         if self.method.uses_isal:
             return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=ISAL_LEVEL)
-        # Without a level, Python's gzip compresses at level 9, the slowest one.
+        # Like users' scripts, this gives no level, so gzip uses its default, which is the slowest.
         return gzip.GzipFile(fileobj=file, mode="wb")
 
 

@@ -77,7 +77,7 @@ Figures = dict[str, Any]
 
 
 class SelectionRatios(NamedTuple):
-    """The parts of the documents that a contender (a measured program) computes and writes.
+    """How many of the documents a contender (a measured program) computes and writes.
 
     Attributes:
         batches_per_computed_batch: Number of successive batches of which one is computed. 1 to
@@ -188,7 +188,7 @@ class BenchmarkInputs:
         return extraction_flags
 
     def selection_ratios_of(self, contender_name: str) -> SelectionRatios:
-        """Returns the parts of the documents that a contender computes and writes.
+        """Returns how many of the documents a contender computes and writes.
 
         With --whole, every contender computes and writes all documents.
 
@@ -527,8 +527,8 @@ def summarise(benchmark_inputs: BenchmarkInputs, rounds: Sequence[Figures], peak
         median_by_figure_name["tokens_per_second"]
         / median_by_figure_name["compute_tokens_per_second"]
     )
-    # These figures may be None or a dict, which have no median, so their values in the first round
-    # are returned. If a figure is a number, its median replaces its value below.
+    # These figures may be None or a dict. For them the values of the first round are returned,
+    # because they have no median. If a figure is a number, its median replaces its value below.
     first_round_value_by_figure_name = {
         figure_name: rounds[0].get(figure_name)
         for figure_name in ("deviation", "changed_experts", "versions")

@@ -10,10 +10,10 @@ the whole run. Without shuffling, all tokens of a run with fewer shards are read
 one_pass.py makes a pass and describes the figures. It makes a new dataset for every pass, so every
 shard is opened again. With `--against CHECKOUT`, the reader of another checkout is measured as
 well, and the order of the two readers changes in each round. Figures are medians over the rounds.
-The last line printed is one JSON object with the figures. Its figure `passed` is the fraction of
-the tokens that pass the filters of the scenario. The reader often downloads the bytes of other
-tokens as well, if they lie between tokens that pass. So it may download more than this fraction of
-the bytes.
+The last line printed is one JSON object with the figures. Some
+scenarios have filters, such as roles, which only some of the tokens pass. The figure `passed` is
+the fraction of the tokens that pass. The reader also downloads the bytes of other tokens if they
+lie between tokens that pass. So it may download more than this fraction of the bytes.
 """
 
 import argparse

@@ -120,7 +120,7 @@ def make_status_report(url: str, num_hosts: int) -> None:
 
 
 def plan_continued_run(url: str, num_hosts: int) -> None:
-    """Determines where the first host of a stored run would continue, as a restarted process does.
+    """Does the work with which a restarted process determines where the first host continues.
 
     The process looks for the folders of other hosts and for the metadata of the stored run, and
     reads its own commits. As the stored run is complete, nothing is left to do.

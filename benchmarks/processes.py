@@ -194,8 +194,9 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
     Returns:
         A dict with these figures.
         samples, tokens, bytes, shards: The totals in metadata.json.
-        extraction_seconds: The seconds from the beginning of the first shard (`began` in its
-            commit) to the last update of metadata.json (`written` in this file).
+        extraction_seconds: The seconds from the time at which the process began to store shards
+            (`began` in the commit of the first shard) to the last update of metadata.json
+            (`written` in this file).
         first_batch_seconds: The seconds from the start of the process to its log message about
             step 1.
         compile_seconds: The seconds of compiling the step, as the log reports them.

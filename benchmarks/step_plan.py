@@ -270,7 +270,8 @@ def access_counts_of_expert_kernel(
         return [1, 1, expected_fetched_row_count / expert_rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
-    # The last operand of both kernels is an array of weights of all layers.
+    # The last operand of both expert kernels is an array of the weights of all layers. The last
+    # shape is the shape of the result, so the shape of this operand comes before it.
     num_layers, num_experts, num_inputs, num_outputs = shapes[-2]
     num_operands = len(shapes) - 1
     num_result_rows = shapes[-1][0]

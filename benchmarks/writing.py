@@ -161,10 +161,10 @@ class Case(NamedTuple):
         Args:
             folder: The local folder of the run.
             remote: The folder of the run in a bucket. None to store locally.
-            batch_values: The values of a batch at all hooks, as `batch_values` returns them:
-                activations, (num_hooks, ROWS, LENGTH, HIDDEN). If `value_kind` is CODES, the codes
-                of each token in the layout of common/codes.py instead, int32 (num_hooks, ROWS,
-                LENGTH, numbers per token).
+            batch_values: The values of a batch at all hooks. If `value_kind` is CODES, they are the
+                codes of each token in the layout of common/codes.py, int32 (num_hooks, ROWS,
+                LENGTH, numbers per token); otherwise activations, (num_hooks, ROWS, LENGTH,
+                HIDDEN).
             batches: The batches, each with the token ids and samples of its rows.
         """
         values_by_hook_key: dict[int | str, np.ndarray] = dict(enumerate(batch_values))
@@ -192,10 +192,10 @@ class Case(NamedTuple):
 
         Args:
             path: The path of the file.
-            batch_values: The values of a batch at all hooks, as `batch_values` returns them:
-                activations, (num_hooks, ROWS, LENGTH, HIDDEN). If `value_kind` is CODES, the codes
-                of each token in the layout of common/codes.py instead, int32 (num_hooks, ROWS,
-                LENGTH, numbers per token).
+            batch_values: The values of a batch at all hooks. If `value_kind` is CODES, they are the
+                codes of each token in the layout of common/codes.py, int32 (num_hooks, ROWS,
+                LENGTH, numbers per token); otherwise activations, (num_hooks, ROWS, LENGTH,
+                HIDDEN).
             num_batches: The number of batches in the file, which all have these values.
         """
         tensor_by_name: dict[str, np.ndarray] = {}

@@ -631,7 +631,7 @@ class OutputOptions:
     )
     upload_timeout: int = number(
         "how long an upload may take, with all its attempts, before the run stops. The time in "
-        "which bytes are being sent does not count, up to 8 s per MB",
+        "which bytes are being sent is not counted, but at most 8 s for each MB are left out",
         300,
         unit=" s",
         metavar="SECONDS",

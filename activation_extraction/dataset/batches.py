@@ -353,7 +353,7 @@ class Batches(Iterator[T]):
             self._check_selection()
             raise
         except BaseException:
-            self.close()  # so that the next call reads the failed window again
+            self.close()  # the next call then reads the window again, which could not be read
             raise
 
     def _windows_of_process(self) -> Windows:

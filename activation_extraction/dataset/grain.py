@@ -1,6 +1,7 @@
-"""TokenRecords: a source of records of tokens, which grain reads in any order.
+"""A source of tokens for the data loader Grain, which reads them in random order.
 
-grain shuffles the records and makes batches of them itself. batches.py makes batches without grain,
+`TokenRecords` divides the tokens of a run into records of consecutive tokens. Grain shuffles
+the records and makes batches of them itself. batches.py makes batches without grain,
 with fewer and larger reads.
 """
 

@@ -222,8 +222,8 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     MAX_ERROR_WITH_OTHER_EXPERTS. Of the tokens with such errors, the mask selects only the tokens
     with the largest errors. Their number is at most the product of
     `limits.max_token_fraction_with_other_experts` and the number of the row's tokens, rounded down
-    to an integer. If the product is between 0 and 1, at most one token is selected. The mask
-    selects no token if the fraction is 0 or if the row has a single token.
+    to an integer. If a product that is not 0 would be rounded down to 0, it is rounded up to 1. The
+    mask selects no token if the fraction is 0 or if the row has a single token.
 
     Args:
         errors: Relative error of each token, (tokens,), as the docstring of the module defines it.

@@ -117,7 +117,7 @@ class DelphiFormat(ExportFormat):
         token_ids_of_chunks: list[np.ndarray] = []
         # Name of a hook -> range of feature ids (first, stop) -> path of the file. While tokens
         # are read, a file contains values of the dtype ENTRY in the order of the tokens. After the
-        # last token, the tensors of the format replace them.
+        # last token, the content of each file is replaced by the tensors that delphi expects.
         path_by_range_by_hook_name: dict[str, dict[FeatureRange, Path]] = {}
         for hook_name in hooks:
             (folder / hook_name).mkdir()

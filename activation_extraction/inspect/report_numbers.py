@@ -336,9 +336,10 @@ def equal_tokens_with_largest_norms(
     stacked_token_ids_and_first_token_mask = np.stack(
         [selection.token_ids[indices_of_largest_norms], first_token_mask]
     )
-    # The rank of a token is its index in `indices_of_largest_norms`, 0 for the largest norm. For
-    # each distinct column, `np.unique` returns the smallest rank, which is the rank of the token
-    # with the largest norm, and the number of tokens.
+    # The stacked array has a column for each token, from the largest norm to the smallest, so the
+    # index of a column is the rank of its token. Equal tokens have equal columns. For each distinct
+    # column, `np.unique` returns the smallest index, which is the rank of the token with the
+    # largest norm, and the number of equal columns.
     _, smallest_ranks_of_columns, token_counts_of_columns = np.unique(
         stacked_token_ids_and_first_token_mask, axis=1, return_index=True, return_counts=True
     )

@@ -60,12 +60,12 @@ MatchByHookAndOffset = Mapping[tuple[str, int], HookMatch]
 
 
 class ExpectedHook(NamedTuple):
-    """The hook whose states a layer of the files should contain.
+    """The hook whose states another program should have stored as a layer of its files.
 
     Attributes:
-        name: Name of the hook. If the hook could not be determined, this is a guess: the hook to
-            whose computed states the stored states of the layer are nearest in the largest number
-            of rows.
+        name: Name of the hook. If the hook could not be determined, this is a guess. For each row,
+            --verify finds the hook whose computed states are nearest to the stored states of the
+            layer. The hook that is nearest in the most rows is the guess.
         is_hook_determined: Whether the hook could be determined. A flag or the program that wrote
             the files may determine it. Otherwise it is determined if the stored states of the layer
             match the computed states at a hook in at least one row, apart from differences that
@@ -770,10 +770,9 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
     index_of_actual_hook = ordered_hook_names.index(actual_hook_name)
     layer_offset = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
     if expected_hook_name == FINAL_NORM_HOOK:
-        # The final norm is not a layer, but has a place in `ordered_hook_names` after the last
-        # layer, so the offset counts one layer too many. If the norm is expected, the offset is
-        # negative, and 1 is added. If the states are those after the norm, the offset is positive,
-        # and 1 is subtracted.
+        # The final norm is in `ordered_hook_names` after the last layer, but is not a layer, so the
+        # absolute value of the offset is 1 too large. The offset is negative if the states at the
+        # norm are expected, and positive (see below) if these states were stored instead.
         layer_offset += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
         layer_offset -= 1

@@ -518,7 +518,8 @@ class LoraAdapter:
         tensor_names_and_changes = []
         for expert_number in range(expert_count):
             tensor_names = [f"{name}.{matrix_name}_proj"]
-            # If the experts are not fused, each has a tensor for gate and a tensor for up.
+            # If the base model stores each expert in tensors of its own (not fused), an expert has
+            # one tensor for its gate projection and one for its up projection.
             if not fused_down_shape:
                 tensor_names = [
                     expert_tensor_name_template.format(expert=expert_number, projection=projection)

@@ -231,7 +231,7 @@ def cheapest_mesh(
             all meshes are assumed to fit.
 
     Raises:
-        InputError: If no mesh divides the rows of a step and the widths of the model.
+        InputError: If there is no such mesh.
     """
     step_costs = _costs(cost_model, devices)
     costs_of_fitting_meshes = [
@@ -273,14 +273,17 @@ def _weight_splits(cost: StepCost) -> list[int]:
 
 
 def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
-    """Returns the cost of a step on each mesh that divides the rows and the widths of the model.
+    """Returns the cost of a step on each mesh that the rows and the widths of the model allow.
+
+    The sizes of the mesh's axes must divide the number of rows of a step, and the widths of the
+    model, without remainder.
 
     Args:
         cost_model: The estimator of the cost of a step on any mesh.
         devices: The devices, ordered by host.
 
     Raises:
-        InputError: If no mesh divides the rows of a step and the widths of the model.
+        InputError: If there is no such mesh.
     """
     model_config = cost_model.model.config
     step_costs: list[StepCost] = []

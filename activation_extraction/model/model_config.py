@@ -562,7 +562,7 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields. Its
-            RoPE settings are changed.
+            attribute rope_parameters is changed to the standard form of transformers.
         source: The path of config.json, for messages.
 
     Raises:

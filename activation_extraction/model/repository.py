@@ -3,8 +3,8 @@
 A `Repository` is a folder on this machine, a URL that fsspec supports, or a repository on the
 Hugging Face hub. repository_files.py and hub_files.py read these three locations. Small files are
 copied to this machine. Weights at a URL are not copied: only the needed ranges of bytes are read
-into memory. Weights on the hub are read by ranges as well, unless they are kept on this machine and
-the disk has room for them.
+into memory. Weights on the hub are read by ranges as well, unless the caller wants to keep them on
+this machine for later runs and the disk has room for them.
 
 checkpoint.py finds the tensors of a model in the files, and not_read.py has the errors about
 repositories that cannot be read.

@@ -181,15 +181,16 @@ def choose_kernel(
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
-    """Returns the largest relative error of a candidate's vectors in several trials.
+    """Returns the largest relative error of the results of a kernel in several trials.
 
-    `Trial.exact_function` computes the exact vectors in float32. The relative error of a vector is
+    A result consists of vectors (see `Trial`). `Trial.exact_function` computes the exact vectors in
+    float32. The relative error of a vector is
     the norm of its difference from the exact vector, divided by the norm of the exact vector. The
     exact function runs on the CPU if JAX can use the CPU, because the compiler of a GPU would try
     many programs for each product of this function.
 
     Args:
-        candidate: The function of the kernel.
+        candidate: The kernel to check, which is called with the arguments of each trial.
         trials: The trials.
     """
     largest_errors_of_trials = []
@@ -273,8 +274,9 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     for window_args in window_args_to_try:
         for first_query_index in range(0, num_keys, num_trial_queries):
             query_slice = slice(first_query_index, first_query_index + num_trial_queries)
-            # In the candidate, an int is constant at compilation, and an array is traced, as in the
-            # run: the index of a row's first query differs between devices if they split queries.
+            # The trial compiles the kernel as the run does. An int is a constant of the compiled
+            # program, and an array is an argument. If devices split the queries of a row, the index
+            # of the first query differs between devices, so it must be an argument.
             static_or_traced_first_query_index = (
                 first_query_index
                 if num_devices_splitting_queries == 1

@@ -237,7 +237,8 @@ def _shortage_message(
     """Returns a message if some rows need more memory than a host or a device has; otherwise "".
 
     Args:
-        rows_phrase: The rows that need the memory, in words, such as "4 steps of 8".
+        rows_phrase: The rows that need the memory, in words, such as "4 steps of 8" for 4 steps
+            with 8 rows each.
         needed_bytes: Bytes of memory that the rows need on each host or device.
         memory_owner: "host" or "device", to which the memory belongs.
         usable_bytes: Bytes of memory that can be used on each host or device.

@@ -97,10 +97,10 @@ class DataFiles:
                 record of files, for example in a new run, the files keep their order and sizes.
 
         Raises:
-            InputError: If a file has changed, except that a local text file has grown, if a file is
-                missing, if a file was added after the run began, or if a local file cannot be read.
-                The message names the file.
-            InputError: If the hosts have recorded different files.
+            InputError: If a file is missing, was added after the run began, has changed in another
+                way than a local text file that has grown, or is local and cannot be read. The
+                message names the file. The error is also raised if the hosts have recorded
+                different files.
         """
         lists_of_file_records: set[tuple[FileRecord, ...]] = set()
         for metadata in metadata_of_hosts:

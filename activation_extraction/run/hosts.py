@@ -181,8 +181,8 @@ def _check_port(address: str) -> None:
 def _wait_for_port(address: str, seconds: float, failure_message: str) -> None:
     """Waits until a process listens at a port.
 
-    JAX would also try again until it can connect, but it waits longer after each attempt, so it
-    would notice a process that listens later than this function does.
+    JAX would also try again until it can connect. But it waits longer after each attempt, so it
+    would notice later than this function that a process has begun to listen.
 
     Args:
         address: The coordinator's address, HOST:PORT.
@@ -466,7 +466,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         ],
         stdin=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C in the terminal must not end this process
+        start_new_session=True,  # Ctrl-C in the terminal must not end the helper process
     )
     try:
         # Ctrl-C raises an exception here instead of ending this process at once. So `finally` is
@@ -638,4 +638,4 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
     # `pairwise` makes the successor of an item before it yields the item, and the successor is not
     # used otherwise. The appended None is the successor of the last item.
     for item, _ in pairwise(chain(items, [None])):
-        yield item  # type: ignore[misc]  # `item` is never the appended None
+        yield item  # type: ignore[misc]  # `item` is never None

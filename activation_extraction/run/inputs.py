@@ -333,8 +333,8 @@ def step_of(forward: Forward) -> dict[str, Any]:
         forward: The model on its mesh.
 
     Returns:
-        Name of a property in messages -> the property. The properties are the number of rows of a
-        host, the mesh, and the chosen variant of each kernel.
+        Name of a property in messages -> the property. The properties are the number of rows that
+        a host computes in a step, the mesh, and the chosen variant of each kernel.
     """
     return {
         "rows per host": forward.batch_shape[0],

@@ -144,7 +144,7 @@ class Identity:
 
     @property
     def from_dataset(self) -> bool:
-        """Whether the samples come from a data set or files.
+        """Whether the run reads its samples from a data set, which may consist of files.
 
         If False, a program with a loop of its own adds samples with the numbers 0, 1, 2, ..., and
         the shards have no marks.

@@ -18,18 +18,19 @@ repair writes its id into metadata.json, and then reads the log, before it chang
 - *Bad shards at the end of the log* no longer exist after they are withdrawn, and the run continues
   after the good shards.
 - *Gaps* are the numbers of bad and missing shards that come before a good one. The data is read
-  again from the furthest mark before which no sample is missing. It is read up to the last sample
-  that a good shard contains or that comes before the mark of a good shard; if the run was complete,
-  up to its last sample. Every sample in between that no good shard contains is stored under the
+  again from the furthest mark before which no sample is missing. If the run was complete, reading
+  ends at its last sample. Otherwise it ends at the last sample that is known to have been stored:
+  the last sample in a good shard or the last sample before the mark of a good shard, whichever
+  comes later. Every sample in between that no good shard contains is stored under the
   numbers of the gaps, in order. The last gap is filled last. If the samples do not fit in the gaps,
   shards with new numbers are stored before the last gap is filled. Later samples are left to the
   run that continues.
 - *Open gaps.* As long as a gap is open, no process can continue the run. A repair that was killed
   is finished by the next repair. All shards of a repair get the mark at which the repair began,
   because all samples before a mark must be stored.
-- *Limits.* Up to the last sample that was ever stored (`StoragePlan.end_of_stored`), --max_samples
-  and --max_tokens neither end the data nor cut a sample, because later samples are stored already.
-  So a lost sample that a limit had cut is stored whole.
+- *Limits.* --max_samples and --max_tokens do not apply up to the last sample that was ever stored
+  (`StoragePlan.end_of_stored`): a limit must not end the data before samples that are stored
+  already. So a lost sample that a limit had cut is now stored whole.
 
 For example, shards 3 and 5 of the seven of a complete run are damaged:
 
@@ -299,7 +300,7 @@ class RepairPlanner:
         refuse_elsewhere(run_log)
 
     def _refuse_other_shards(self, run_log: RunLog, run: str) -> None:
-        """Raises InputError if the shards of a run were stored with other settings.
+        """Checks that the shards in the folder were stored with the settings of this command.
 
         This check is for a folder in which metadata.json is damaged or missing. The JSON of a shard
         contains only the digest of the run's identity, so the message cannot name the setting that
@@ -310,7 +311,7 @@ class RepairPlanner:
             run: Id of the run that is repaired.
 
         Raises:
-            InputError: If a shard was stored with other settings.
+            InputError: If a shard was stored with other settings than those of this command.
         """
         metadata_url = f"{self.folder.url}/{METADATA}"
         stored_identity_digests = {commit.identity for commit in _commits_of(run_log, run).values()}

@@ -96,7 +96,8 @@ class ShardBytes:
 
     The bytes are compared with the CRC-32C values that the commit records. A local file is mapped
     into memory, and each MiB of it is compared when it is first read. If the file is in a bucket,
-    the threads of `request_threads` read whole blocks, in requests of about REQUEST_BYTES bytes.
+    the threads of `request_threads` read all blocks that contain a part of the range, in requests
+    of about REQUEST_BYTES bytes. A block is a part of the file with a checksum of its own.
 
     Args:
         folder: Folder of the shard.
@@ -403,8 +404,9 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
             raise RunError(f"{where}: is empty") from error
         except OSError as error:  # reading failed, but the file need not be damaged
             raise FolderError(f"{where}: cannot be read: {reason_of(error)}") from error
-        # The file is mapped before the JSON is checked. If the file is replaced after this check,
-        # the mapped content does not change.
+        # The file is mapped first. The following check then proves that the JSON of the shard was
+        # not replaced before, so the mapped file belongs to this JSON. If the file is replaced
+        # later, the mapped content does not change.
         _check_json(folder, commit, where)
     if len(file_content) != commit.bytes:
         raise RunError(f"{where}: has {len(file_content)} bytes, its JSON says {commit.bytes}")

@@ -50,8 +50,8 @@ class ShardWriter:
         options: Options of the shards, such as their size.
         sources: Files from which the samples come, to check that they do not change. None for no
             check.
-        on_wait: Function without arguments that is called repeatedly while the method `take`, which
-            is called before the samples of a batch are added, waits for free memory.
+        on_wait: Function without arguments that is called repeatedly while the method `take` waits
+            for free memory. The owner of the writer calls `take` before it adds a batch's samples.
         on_commit: Function without arguments that is called after each commit, in the thread that
             commits.
 

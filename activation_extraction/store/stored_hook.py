@@ -253,8 +253,8 @@ class StoredHook(ABC):
     def sums(self, samples: Sequence[Any], positions: Sequence[np.ndarray]) -> Sums | SumsOfCodes:
         """Returns sums over all tokens of some samples, from which statistics are computed.
 
-        There are separate sums for the first tokens of samples (position 0), which are often
-        attention sinks, and for all other tokens.
+        Each field of the result contains a sum over the first tokens of samples (position 0), which
+        are often attention sinks, and then a sum over all other tokens.
 
         Args:
             samples: Values of each sample, as `encode` returns them; at least one sample.

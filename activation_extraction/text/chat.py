@@ -325,8 +325,7 @@ class ChatTemplate:
 
         Raises:
             InputError: If there is no template, if an argument is reserved for transformers, or if
-                none of the templates mentions one of `arguments`. add_generation_prompt need not be
-                mentioned.
+                an argument other than add_generation_prompt occurs in none of the templates.
         """
         if not jinja_source_by_template_name:
             raise InputError(

@@ -422,7 +422,7 @@ def _paths_not_in_state(fs: Any, arrow_paths: Sequence[str]) -> list[str]:
 
 
 def _files_in_state(fs: Any, folder: str) -> set[str] | None:
-    """Returns the files that state.json lists as the data of a folder.
+    """Returns the data files of a folder that `datasets` has saved, as its state.json lists them.
 
     Args:
         fs: The file system, an object of fsspec.

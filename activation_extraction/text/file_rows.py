@@ -541,7 +541,7 @@ def _csv_records(text_file: IO[str], file: DataFile) -> Iterator[list[str]]:
     Args:
         text_file: The decompressed and decoded content of the file.
         file: Description of the file, for messages. It tells whether bytes were added to the file
-            after the run began, so that the last row may be cut.
+            after the run began. These bytes are not read, so the last row may be incomplete.
 
     Raises:
         RunError: If the quotation marks of a field are not doubled or not closed.

@@ -58,9 +58,9 @@ def pack(
 
     The samples of a group are distributed among rows. The rows are added to batches in the order
     of the numbers of their first samples. A batch is complete when it has `rows_per_batch` rows, or
-    at least GROUP_SAMPLES samples. A sample without tokens takes no room in a row. It is added to
-    the batch after the rows of its group whose first samples have smaller numbers. If these rows
-    complete a batch, it is added to the next batch.
+    at least GROUP_SAMPLES samples. A sample without tokens takes no room in a row, but is
+    treated like a row in this order, and belongs to the batch that is not complete when its turn
+    comes.
 
     Args:
         samples: The samples, each of at most `tokens_per_row` tokens.
@@ -213,10 +213,10 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 def _batch_of_placed_samples(
     placed_samples: Sequence[PlacedSample], num_rows: int, row_length: int
 ) -> Batch:
-    """Returns the batch that contains placed samples.
+    """Makes a batch of samples whose rows, and positions in the rows, are already determined.
 
     Args:
-        placed_samples: The samples with their places.
+        placed_samples: The samples, each with its row and the index of its first token in the row.
         num_rows: The number of rows of the batch.
         row_length: The number of tokens of a row.
     """
