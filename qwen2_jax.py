@@ -702,9 +702,10 @@ def _interleaved_tensors(
         tensor_name_in_layer = f"linear_attn.{module_name_in_checkpoint}.weight"
         rows_per_key_head = sum(row_count_by_projection_letter.values())
         first_row_index_of_projection = 0
-        # A quantised version of a model with interleaved projections may contain other tensors, as
-        # the checkpoints of Qwen3.5 do: in_proj_qkv and in_proj_z, or in_proj_b and in_proj_a. In
-        # this case, the parameters are read from these tensors (see `_tensors_by_parameter`).
+        # A quantised version of a model with interleaved projections may contain separate tensors,
+        # as the checkpoints of Qwen3.5 do: in_proj_qkv and in_proj_z instead of in_proj_qkvz, or
+        # in_proj_b and in_proj_a instead of in_proj_ba. The parameters of a missing interleaved
+        # tensor are then read from the separate tensors (see `_tensors_by_parameter`).
         if not checkpoint_tensor_names or any(
             checkpoint_tensor_name.endswith(tensor_name_in_layer)
             for checkpoint_tensor_name in checkpoint_tensor_names

@@ -81,7 +81,7 @@ class Server(socketserver.ThreadingTCPServer):
     Attributes:
         latency_seconds: Seconds before each answer begins.
         bytes_per_second: Bandwidth limit of each connection, in bytes per second.
-        answer_counts: Totals since the start of the server.
+        answer_counts: Number of answers, and of bytes in them, since the start of the server.
         counts_lock: Lock for changes of `answer_counts`.
         object_by_name: Name of an object -> the object.
         object_names: Names of the objects, sorted.

@@ -91,7 +91,7 @@ class SelectionRatios(NamedTuple):
 
 
 ALL_DOCUMENTS = SelectionRatios(1, 1)
-# Name of a contender -> the parts of the documents that it computes and writes without --whole.
+# Name of a contender -> how many of the documents it computes and writes without --whole.
 SELECTION_RATIOS_BY_CONTENDER = {
     "ours": ALL_DOCUMENTS,
     "alone": SelectionRatios(4, 1),

@@ -232,7 +232,13 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
 
 
 def machine() -> dict[str, Any]:
-    """Returns a description of this machine: processor, memory, system and Python."""
+    """Describes the computer on which the benchmark runs.
+
+    Returns:
+        A dict with the model name of the processor, the number of usable cores, those vector
+        extensions of the processor on which speed depends, the size of the memory in bytes, the
+        operating system, and the version of Python.
+    """
     cpu_info_path = Path("/proc/cpuinfo")
     cpu_info_lines = cpu_info_path.read_text().splitlines() if cpu_info_path.exists() else []
     # Field of /proc/cpuinfo -> value. The values of later cores replace the values of earlier ones,

@@ -79,8 +79,8 @@ REQUESTS_OF_16_RANGES = 16, 2 * MIB
 LENGTH = 2048
 # The messages of a conversation: the role of a message, and the median number of its tokens.
 TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8
-# The default latencies in milliseconds, which are measured one after the other. The latency is the
-# time for which the bucket's server waits before each response.
+# The default latencies of the bucket in milliseconds. Reading is measured with one after the other.
+# The latency is the time for which the bucket's server waits before each response.
 LATENCIES_MS = 0.0, 10.0, 30.0, 100.0
 # The latency in milliseconds at which training is measured. It is not measured at other latencies,
 # because training takes long.

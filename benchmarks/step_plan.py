@@ -275,9 +275,9 @@ def access_counts_of_expert_kernel(
     num_layers, num_experts, num_inputs, num_outputs = shapes[-2]
     num_operands = len(shapes) - 1
     num_result_rows = shapes[-1][0]
-    # The result has ROWS rows of padding for each expert, but only the rows of padding in tiles
-    # with rows of tokens are computed. They are ROWS / 2 rows for each expert on average, because
-    # the last tile of each expert is half full on average.
+    # The kernel's result has room for ROWS rows of padding for each expert. Tiles that contain only
+    # padding are not computed. The last tile with tokens of each expert is half full on average, so
+    # ROWS / 2 rows of padding are computed for each expert.
     expected_token_row_count = computed_fraction_of_token_expert_pairs * (
         num_result_rows - num_experts * ROWS
     )

@@ -417,8 +417,8 @@ def _dependent_values(values: ValueByFlagName) -> ValueByFlagName:
     Returns:
         Name -> value of flags whose default depends on other flags. The value is the value in
         `values` if the flag is set, otherwise the default that the other flags determine. A flag is
-        missing if the caller needs no value of it, because its value in `values` or its default in
-        flags.py is right.
+        left out if nothing has to be changed for it: if it is set, its value in `values` applies,
+        otherwise its default in flags.py.
     """
     recomputes_samples = "verify" in values and "model_path" in values
     is_shard_format_compressible = values.get("shard_format") != "safetensors"

@@ -19,7 +19,7 @@ MAX_LAYER = 10_000  # the largest valid end of a range of layers, so that its nu
 
 
 def text(typed: str) -> str:
-    """Returns the text after a flag unchanged.
+    """Checks a text that the user typed as the value of a flag, and returns it unchanged.
 
     Raises:
         FlagValueError: If the text is empty, or if it contains bytes that are not UTF-8, which JSON

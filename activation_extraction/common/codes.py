@@ -52,10 +52,11 @@ def value_dtype(activation_dtype: Any) -> np.dtype:
 
 
 def code_bytes(num_features: int, activation_dtype: Any) -> int:
-    """Returns the bytes that the codes of a token take in a file.
+    """Returns the number of bytes that the codes of a token take in a file.
 
-    A token takes 8 bytes for the index of its first entry, and 4 bytes each for its error and its
-    norm. A feature takes 4 bytes for its id, and the bytes of its value.
+    A token takes 8 bytes for the index of its first feature among the features of all tokens, and 4
+    bytes each for its error and its norm. A feature takes 4 bytes for its id, and the bytes of its
+    value.
 
     Args:
         num_features: The number of features that the file contains for the token.

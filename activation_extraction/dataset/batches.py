@@ -370,9 +370,10 @@ class Batches(Iterator[T]):
         the worker processes. In a worker process, the result contains only the worker process's
         chunks.
 
-        Pickles can only be read whole. If one of the runs stores pickles, shards are divided in
-        these two steps instead of chunks, and each process cuts its own shards into chunks. Shards
-        are only cut earlier if there are fewer shards than processes.
+        Pickles can only be read whole. If one of the runs stores pickles, whole shards are divided
+        in these two steps, and each process then cuts its own shards into chunks. If there are
+        fewer shards than processes, the chunks are divided nevertheless, and several processes read
+        the same pickle.
         """
         token_sources = self._token_sources
         batch_options = self.options

@@ -167,9 +167,10 @@ class Windows:
         # A list for each chunk of which a part is in the window. It contains a block for each run,
         # whose wanted tokens are the tokens of this part.
         block_lists_of_chunk_parts = list[list[Block]]()
-        # Element i is the index to which token i of the window is copied in `window_batches`, the
-        # same index in the batch of every run. It is i if tokens stay in order, otherwise element i
-        # of a random permutation. Tokens whose blocks stay in memory are not copied.
+        # `window_batches` contains a batch for each run. Token i of the window is copied to the
+        # index in element i, in the batch of every run. The index is i if tokens stay in order,
+        # otherwise it comes from a random permutation. Tokens whose blocks stay in memory are not
+        # copied.
         target_indices_of_window_tokens = np.arange(self.max_window_tokens)
         if self.seed is not None:
             random_generator = np.random.default_rng([self.seed, begin_position.window])

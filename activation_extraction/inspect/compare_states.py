@@ -39,8 +39,8 @@ MAX_ERROR_WITH_OTHER_EXPERTS = 0.9
 ALIGNMENT_FACTOR = 2
 # If a layer of a file contains wrong states, a message says to which computed states they belong,
 # part by part. A part consists of the stored states that match the computed states of one sample at
-# one hook, shifted by one number of tokens (`Alignment`). At most this many parts are described, to
-# keep the message short.
+# one hook, all shifted by the same number of tokens (`Alignment`). At most this many parts are
+# described, to keep the message short.
 MAX_PARTS = 3
 # Factor by which the error of another hook must be smaller than the error of the expected hook, so
 # that the states are taken for those of the other hook. Rounding alone may make the states of a

@@ -98,8 +98,8 @@ def _token_ids(
         log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
         text_functions: The functions that get the text of samples. Only `read_samples_again` is
-            called, which reads all token ids of samples again from the data set. It is None if the
-            run stores all token ids.
+            called, which reads all token ids of samples again from the data set.
+            `read_samples_again` is None if the run stores all token ids.
 
     Yields:
         A tuple of the number of the sample and its token ids, int32 (tokens,). A sample of which
@@ -278,8 +278,9 @@ def _begins_document(row: Mapping[str, Any] | None) -> bool:
     """Returns whether a sample begins a document: it is a whole document or the first piece of one.
 
     Args:
-        row: The position of the sample's row in the data set (`SampleFacts.row`). If the sample is
-            a piece of a document, it also contains the number of the piece.
+        row: The position of the sample's row in the data set (`SampleFacts.row`), which also
+            contains the number of the piece if the sample is a piece of a document. None if the
+            position is not stored; the sample then counts as a whole document.
     """
     piece_number_start_and_row = piece_of(row)
     if piece_number_start_and_row is None:

@@ -87,10 +87,10 @@ class RowComparison:
         row_number: Number of the row in the other program's data set.
         row: Content of the file.
         error_limits: Largest differences that rounding explains.
-        matches_of_layers: For each layer of the file, how well its hidden states match the states
-            that the model computes for the sample. A dict: (name of a hook, token offset) -> match.
-            The token offset is the number that is added to the index of a stored state to get the
-            index of the token with whose computed state it is compared.
+        matches_of_layers: A dict for each layer of the file: (name of a hook, token offset) -> how
+            well the layer's hidden states match the states that the model computes for the sample
+            at this hook. The stored state with index i is compared with the computed state of the
+            token with index i + token offset.
     """
 
     row_number: int
@@ -537,10 +537,10 @@ def _wrong_ids(
 def _notes_on_hooks(
     folder: StatesFolder, model: StatesRecomputer, hooks: Sequence[ExpectedHook]
 ) -> Iterator[str]:
-    """Yields notes for the user, if no flag names the hooks that the layers should contain.
+    """Yields notes for the user, if no flag names the hooks whose states the files should contain.
 
-    One note says that the hooks were guessed. Another note names the hooks that the other program
-    stores by default, if the guess differs from them.
+    One note says that the hooks were guessed. Another note names the hooks whose states the program
+    that wrote the files stores by default, if the guess differs from them.
 
     Args:
         folder: Folder with the hidden states.

@@ -234,8 +234,8 @@ class Capture:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.
 
         A layer does not compute the kinds of hooks that only exist in layers of other types. For
-        these kinds, the values are zeros. `plan` makes sure that these zeros are overwritten or
-        ignored.
+        these kinds, the values are zeros. The method `plan` chooses the slots so that these zeros
+        are overwritten or ignored.
 
         Args:
             kinds: The kinds of hooks.

@@ -205,9 +205,9 @@ class Hook(NamedTuple):
 
     @property
     def module_name(self) -> str | None:
-        """The first Hugging Face name of the hook's values, such as "model.layers.3.output".
+        """The name of the hook's values in Hugging Face's model, such as "model.layers.3.output".
 
-        None if the values have no name in Hugging Face.
+        The first name if the values have several names. None if they have no name there.
         """
         return (
             self.kind.module_names[0].format(self.layer_number) if self.kind.module_names else None
@@ -394,7 +394,7 @@ class HookTable:
 EVERY = "every"  # layer selector of all layers
 NORMED = "normed"  # layer selector of layers whose attention has norms of queries and keys
 GATED = "gated"  # layer selector of layers whose attention has a gate on its output
-SHARED = "shared"  # layer selector of layers with a shared expert
+SHARED = "shared"  # layer selector of layers that have a shared expert
 # Layer selectors of layers with linear attention whose projections are stored as separate tensors
 # (APART), or interleaved in one tensor (INTERLEAVED).
 APART, INTERLEAVED = "apart", "interleaved"
@@ -516,10 +516,11 @@ def _layer_type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         layer_type_words_by_selector[GATED] = layer_type_words_of_attention
     if delta_config is not None:
         layer_type_words_by_selector[LINEAR] = (LINEAR,)
-        # HOOK_KINDS contains some hooks of linear attention twice. A row whose first column is
-        # APART is for models in which a Hugging Face module computes this projection alone, and
-        # contains the name of the module. A row whose first column is INTERLEAVED is for models in
-        # which one module computes several interleaved projections, and contains no such name.
+        # HOOK_KINDS contains two rows for each hook at the output of a projection of linear
+        # attention. The row with the layer selector APART is for models in which a Hugging Face
+        # module computes this projection alone, and contains the name of the module. The row with
+        # the layer selector INTERLEAVED is for models in which one module computes several
+        # interleaved projections, and contains no name of a module.
         layer_type_words_by_selector[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
         layer_type_words_by_selector[SPARSE] = (SPARSE,)

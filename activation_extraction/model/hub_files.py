@@ -245,10 +245,10 @@ class HubFiles:
     def _belongs_in_cache(self, name: str) -> bool:
         """Returns whether to read a weight file through the hub's cache.
 
-        If not, ranges of its bytes are requested from the hub and read straight into memory. The
-        cache is used if it already contains the file. Otherwise it is used if this object was made
-        with keep=True, which stores weights on this machine, except if the hub can be reached and
-        the disk has too little room for the file.
+        The cache is used if it already contains the file. It is also used if this object was made
+        with keep=True, which stores weights on this machine, and either the disk has room for the
+        file or the hub cannot be reached. In all other cases, ranges of the file's bytes are
+        requested from the hub and read straight into memory.
 
         Args:
             name: The name of the weight file in the repository.

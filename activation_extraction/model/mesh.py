@@ -280,7 +280,7 @@ def build_layout(
 
     Args:
         devices: The devices, ordered by host.
-        shape: Name of a mesh axis, as --mesh_axes accepts it, such as `model` -> its size. The
+        shape: A dict from the name of a mesh axis in --mesh_axes, such as `model`, to its size. The
             first axis varies slowest over the devices.
         kv_heads: The number of key/value heads of the model, which limits the axis `model` of JAX's
             mesh (see `mesh_axes`).
@@ -294,8 +294,8 @@ def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
     """Returns the layout of a mesh without devices.
 
     Args:
-        shape: Name of a mesh axis, as --mesh_axes accepts it, such as `model` -> its size.
-            `mesh_axes` returns the axes of JAX's mesh for these axes.
+        shape: A dict from the name of a mesh axis in --mesh_axes, such as `model`, to its size.
+            JAX's mesh has other axes, which `mesh_axes` derives from these.
         kv_heads: The number of key/value heads of the model. `mesh_axes` divides them among the
             devices.
     """
@@ -311,7 +311,7 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
     `query` is the quotient of the user's size and this divisor.
 
     Args:
-        shape: Name of a mesh axis, as --mesh_axes accepts it, such as `model` -> its size.
+        shape: A dict from the name of a mesh axis in --mesh_axes, such as `model`, to its size.
         kv_heads: The number of key/value heads of the model.
 
     Returns:

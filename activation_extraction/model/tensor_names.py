@@ -43,9 +43,10 @@ def name_in_language_model(name: str) -> str | None:
     Returns:
         The name in the language model, such as model.norm.weight. None for a tensor that is not
         read: a tensor of a module outside of the language model (OTHER_MODULES), or a tensor whose
-        values follow from the configuration (its name ends with RECOMPUTED). If the first module
-        in the name, after any CONTAINERS, is neither one of OTHER_MODULES nor a module of the
-        language model (embed_tokens, layers, norm or lm_head), the name is returned unchanged.
+        values follow from the configuration (its name ends with RECOMPUTED). Modules that contain
+        the language model (CONTAINERS) are removed from the beginning of the name. If the first
+        module after them is neither one of OTHER_MODULES nor a module of the language model
+        (embed_tokens, layers, norm or lm_head), the name is returned unchanged.
     """
     module_names = name.split(".")
     while module_names and module_names[0] in CONTAINERS:

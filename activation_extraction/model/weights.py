@@ -112,10 +112,11 @@ class WeightSpec:
 
         Args:
             ranges: The range of the part on each axis of the parameter after its stacked axes. On
-                head_dim, the range must be the whole axis, which the mesh never splits. If
-                `tensor_slice.is_per_head` is set, the slices of two heads are not adjacent in the
-                tensor. So the range on the axis of heads must then contain a single head, unless
-                the caller ignores the returned start and stop on the tensor's axis of heads.
+                the axis of a head's dimensions, the range must be the whole axis, which the mesh
+                never splits. If `tensor_slice.is_per_head` is set, the range on the axis of heads
+                must contain a single head, because the slices of two heads are not adjacent in the
+                tensor. A caller that ignores the returned start and stop on the tensor's axis of
+                heads may pass several heads.
 
         Returns:
             The start and stop of the slice on each axis of the tensor.
@@ -427,8 +428,9 @@ def load_params(
         """Returns the sort key of a job: the position of its first tensor in the weight files.
 
         Args:
-            job: A tuple of the path of the parameter, and the index of the layer that the job reads
-                for every stage. The index is None if the parameter has no layers.
+            job: A unit of reading: a tuple of the path of the parameter, and the index of a layer
+                within a pipeline stage. The job reads the layer with this index of every stage. The
+                index is None if the parameter has no layers.
 
         Returns:
             A tuple of:

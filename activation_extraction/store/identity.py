@@ -2,11 +2,11 @@
 
 A run can only be continued with the same identity, but its batch size, mesh, devices and folders
 may change. The declaration of each flag in cli/flags.py says whether the value of the flag is part
-of the identity. For other flags, the identity contains facts that the run derives from them, such
-as the digest of the model. metadata.json records the identity as one flat JSON object, and the JSON
-of every shard contains the digest of the identity.
+of the identity. For some other flags, the identity contains facts that the run derives from them.
+For example, it contains the digest of the model instead of its path. metadata.json records the
+identity as one flat JSON object, and the JSON of every shard contains the digest of the identity.
 
-The module also declares `RunFacts`, further facts for metadata.json that do not decide content.
+The module also declares `RunFacts`, facts for metadata.json that do not influence shards.
 resume.py refuses to continue a run with another identity.
 """
 

@@ -29,10 +29,11 @@ At a hook with codes, the following arrays replace `activation` (see common/code
 The target activation is the original activation that the autoencoder reconstructs: the activation
 at the hook, or at another hook if a transcoder reconstructs another one.
 
-The bytes depend only on the content and, in an uncompressed file, on the id of the process that
-wrote the file. The id is a string before the dict, which unpickling pushes on its stack and drops.
-A compressed file must always be read to its end, because its checksum is there; `pickle.load` stops
-before the checksum.
+An uncompressed file also contains the id of the process that wrote it (run_log.py explains why).
+The id is pickled as a string before the dict, and unpickling ignores it. A compressed file contains
+the id in its gzip header. Everything else in a file depends only on the content. A compressed file
+must always be read to its end, because its checksum is there; `pickle.load` stops before the
+checksum.
 """
 
 import pickle

@@ -105,8 +105,8 @@ class Repair:
         num_samples_to_read: Number of the host's samples after which reading stops, counted from
             its first sample. None to read all the data, and for a program with a loop of its own.
         num_samples_to_add: Number of samples that a program with a loop of its own must add again:
-            all samples up to the last one that is stored, or was stored and is lost. 0 for a run on
-            a data set.
+            all samples up to the last one that is known to have been stored, from a good shard or
+            from metadata.json. 0 for a run on a data set.
         previous_metadata: Content of metadata.json before the repair, of which `revised` keeps most
             fields. Empty if metadata.json was missing, or if there are no
             shards to store again.
@@ -194,7 +194,8 @@ class Repair:
             - As long as a gap is open, the status is "complete" if it was "complete" before the
               repair, otherwise "interrupted".
             - Once all gaps are filled, the totals (the fields in COUNTED and CUT) and "hooks" also
-              come from `new_metadata`, and the status is the result of the method `status`.
+              come from `new_metadata`, and the method `status` of this object determines whether
+              the status is "complete" or "interrupted".
         """
         if not self.shard_numbers_to_store_again:
             return dict(new_metadata)
@@ -522,9 +523,9 @@ class RepairPlanner:
         """Returns the number of samples that a program with a loop of its own must add again.
 
         The program must add all samples from the first one to the last one that a good shard
-        contains. Samples in good shards are then skipped. Samples after the last good shard are not
-        counted, so the number is too small if the last shards are lost. It is 0 for a run on a data
-        set, because the repair reads the data set again.
+        contains. Samples in good shards are then skipped. Samples in lost shards after the last
+        good shard are not counted here; the caller also considers the number in metadata.json. The
+        result is 0 for a run on a data set, because the repair reads the data set again.
 
         Args:
             plan: Plan whose `commits` are the commits of the good shards.

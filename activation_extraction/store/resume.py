@@ -376,8 +376,8 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
 
     Args:
         where: URL of the folder, for the message.
-        difference: Field in which the two runs differ. The run in the folder is the first one.
-            None if the runs are the same.
+        difference: Field in which the two runs differ, with its value in each run. The first value
+            is that of the run in the folder. None if the runs are the same.
 
     Raises:
         InputError: If there is a difference. The message shows both values.

@@ -299,9 +299,9 @@ class SafetensorsFile:
             where: Path or URL of the file, for messages.
             checksums: Checksums of ranges of the file. None if they are not recorded, or if the
                 file is in memory or mapped into memory.
-            front: Number of bytes at the beginning of the file that are read with one request if
-                there are no `checksums`, an estimate of the size of the header and of the tensors
-                `sample_idx` and `sample_offsets`. 0 to read bytes only when they are needed.
+            front: Estimated size in bytes of the header and of the tensors `sample_idx` and
+                `sample_offsets`. If there are no `checksums`, this many bytes at the beginning of
+                the file are read with one request. 0 to read bytes only when they are needed.
 
         Raises:
             RunError: If the file is not a shard of this program, or its size does not match its

@@ -262,8 +262,8 @@ class ActivationStorage:
     def limits(self) -> dict[str, int | None]:
         """The largest numbers of samples and of tokens to store; None for no limit.
 
-        The keys are "max_samples" and "max_tokens". A repair that stores missing or bad shards
-        again uses the limits in metadata.json.
+        The keys are "max_samples" and "max_tokens". During a repair that replaces missing or bad
+        shards, these are the limits that metadata.json records.
         """
         if self.plan.repair is None:
             return self.options.limits
@@ -325,8 +325,8 @@ class ActivationStorage:
             "shards_stored": Number of committed shards of the run.
             "bytes_stored": Total size of the files of activations in these shards, in bytes.
             "upload_retries_since_start": Number of failed attempts to send a request to the folder
-            (`destination`) since this process started. A failed attempt counts if its reason may
-            pass, even if a later attempt succeeded.
+            (`destination`) since this process started. An attempt counts if it failed for a
+            temporary reason, even if a later attempt succeeded.
         """
         return {
             "shards_stored": self.totals.shards,

@@ -258,7 +258,8 @@ UTF16 = OtherFormat(
 UTF32 = OtherFormat(
     "is UTF-32, expected UTF-8", "convert it, for example with iconv -f UTF-32 -t UTF-8"
 )
-# First bytes of a file, compared case-insensitively -> the format of the file. UTF-32 precedes
+# Formats of files that are not what their names say, for error messages: the first bytes of a file,
+# compared case-insensitively -> the format and a remedy. UTF-32 precedes
 # UTF-16, because the byte order mark of UTF-32 begins with the byte order mark of UTF-16.
 OTHER_FORMATS = {
     b"version https://git-lfs.github.com/": LFS_POINTER,
