@@ -564,12 +564,12 @@ def report(
         A dict with these keys.
         versions: Name of a package that this tool uses -> its version.
         asked: Name of a flag of this script -> value.
-        documents: A dict with "count" and "tokens", the numbers of documents and of their tokens,
-            and with "layers", the numbers of the extracted layers.
+        documents: A dict with "count", the number of documents, "tokens", the number of their
+            tokens, and "layers", a list of the extracted layers, counted from 0.
         peak_flops_per_second: The argument `peaks`.
         contenders: Name of a contender -> dtype -> a dict of the figures (see `summarise`). Each of
-            these dicts also has the key "part": the parts of the documents that the contender
-            computed and wrote (see `SelectionRatios`).
+            these dicts also has the key "part", which tells how many of the documents the
+            contender computed and wrote (see `SelectionRatios`).
         ours_over: Name of a competitor -> dtype -> speed of this tool, divided by the competitor's
             speed.
     """
@@ -641,7 +641,7 @@ def table_line(name: str, dtype: str, figures: Figures, selection_ratios: Select
         name: The name of the contender.
         dtype: The dtype of the contender's model.
         figures: The figures of the contender, as `summarise` returns them.
-        selection_ratios: The parts of the documents that the contender computes and writes.
+        selection_ratios: How many of the documents the contender computes and writes.
     """
     end_to_end_tokens_per_second = figures["tokens_per_second"]
     tokens_per_second_of_computation = figures["compute_tokens_per_second"]

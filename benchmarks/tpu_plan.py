@@ -55,7 +55,8 @@ from qwen2_jax_with_hooks import HookedModel
 # opened here.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-# The smallest sum of the bytes of HBM and the sent bytes for which an instruction is printed.
+# An instruction is printed if the bytes that it reads from HBM, writes to HBM and sends to other
+# chips are together at least this number.
 MIN_PRINTED_BYTES = 1e6
 
 

@@ -222,7 +222,7 @@ class Progress:
             )
 
     def close(self) -> None:
-        """Reports the tokens since the last report, and ends the progress bar."""
+        """Reports tokens that were added since the last report, and ends the progress bar."""
         if self._num_tokens_at_last_report < self.num_tokens:
             self._report()
         self._progress_bar.close()

@@ -316,10 +316,10 @@ class Block(NamedTuple):
     Attributes:
         token_batch: The tokens with their activations.
         wanted_token_indices: Indices into `token_batch` of the tokens that pass the filters, int64
-            (wanted tokens,), ascending. If runs are paired or joined, there is a block for each
-            run, and item i of `wanted_token_indices` refers to the same token in every block; these
-            tokens have the order of the first run, so that the `wanted_token_indices` of another
-            run may not ascend.
+            (wanted tokens,). If runs are paired or joined, there is a block for each run, and item
+            i of `wanted_token_indices` refers to the same token in every block. The indices are in
+            ascending order for a single run and for the first of several runs, but not always for
+            the other runs, whose tokens are listed in the order of the first run.
     """
 
     token_batch: TokenBatch

@@ -180,7 +180,7 @@ class Windows:
             and chunk_index < len(self.chunks)
             and not self._is_stopped
         ):
-            # A block of this chunk for each run.
+            # For each run, a block with the tokens of this chunk.
             chunk_blocks = self._blocks(chunk_index, thread_pool)
             part_stop_in_wanted_tokens = min(
                 part_start_in_wanted_tokens + self.max_window_tokens - num_window_tokens,

@@ -150,7 +150,7 @@ class NlaFormat(ExportFormat):
     max_tokens_per_chunk = ROW_GROUP
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether a hook can be exported: it must be the output of a block.
+        """Returns whether a hook can be exported: it must be the residual stream after a layer.
 
         Args:
             dataset: The run.

@@ -284,13 +284,14 @@ def _product(equation: str, x: Array, y: Array) -> Array:
 
 
 def _bfloat16_arrays(x: Array) -> list[Array]:
-    """Splits an array into bfloat16 arrays of which it is the sum, the largest values first.
+    """Splits an array into bfloat16 arrays whose sum is the array.
 
     Args:
         x: The array, bfloat16 or float32.
 
     Returns:
-        The array itself if it is bfloat16, otherwise three arrays.
+        The array itself if it is bfloat16. Otherwise three arrays: the first one is the rounded
+        array, and each further one is the rounded remainder.
     """
     if x.dtype == jnp.bfloat16:
         return [x]

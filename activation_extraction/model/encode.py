@@ -135,10 +135,11 @@ class Encoder:
         return 2.0 * sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
 
     def memory(self, layout: Layout) -> float:
-        """Estimates how much memory the weights and a block of tokens take on each device.
+        """Estimates how much memory encoding takes on each device.
 
-        Tokens are encoded in blocks, one block at a time. The records of codes that the step
-        returns do not count.
+        The estimate consists of the weights of the autoencoder and the arrays for a block of
+        tokens. Tokens are encoded in blocks, one block at a time. The records of codes that the
+        step returns do not count.
 
         Args:
             layout: The mesh of devices, and the rules for splitting arrays along its axes.

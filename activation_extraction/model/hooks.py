@@ -535,9 +535,9 @@ def _kinds(
     """Makes the kinds of hooks of a model, in the order in which the model computes their values.
 
     Args:
-        layer_type_words_by_selector: The dict that `_layer_type_words` returns, which maps the
-            first column of the table HOOK_KINDS to words in types of layers, such as SHARED ->
-            ("sparse",). Rows of the table whose first column is not a key are left out.
+        layer_type_words_by_selector: The dict that `_layer_type_words` returns: a layer selector ->
+            words in the types of the layers that it selects, such as SHARED -> ("sparse",). Rows of
+            the table HOOK_KINDS with other layer selectors are left out.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]

@@ -213,7 +213,8 @@ def device_parts_of_host(activations: Array) -> list[Any]:
     Args:
         activations: The activations, (hooks, rows of all hosts, T tokens per row, width).
     """
-    # (Index of the first row, index of the first token) -> the device part that begins there.
+    # (Index of the first row, index of the first token) -> the part of the array on one
+    # device that begins there.
     device_part_by_first_indices = {}
     for device_part in activations.addressable_shards:
         row_slice, token_slice = device_part.index[1:3]

@@ -36,7 +36,8 @@ from activation_extraction.text.file_list import is_path
 
 # Packages whose versions determine which bytes are stored.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
-ModelOrText = TypeVar("ModelOrText", Forward, Text)  # the object to which an input belongs
+# The type of the object, the model or the text pipeline, that an `Input` of the run belongs to.
+ModelOrText = TypeVar("ModelOrText", Forward, Text)
 # Source files of this program outside of the package activation_extraction. They belong to the
 # digest of the source code, which the hosts compare.
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")

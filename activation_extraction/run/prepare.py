@@ -358,9 +358,10 @@ def agree_on_model_commit(host: Host, model_commit_choice: ModelCommitChoice | N
 
 
 def smallest_device_memory(config: Config, host: Host) -> float | None:
-    """Returns the smallest memory of a device, over the first devices of all hosts.
+    """Returns the smallest memory of a device on any host.
 
-    The devices of one host are assumed to have equal memory. All hosts must call this together,
+    Only the first device of each host is queried, because the devices of one host are assumed to
+    have equal memory. All hosts must call this together,
     because no host can query the devices of another host.
 
     Args:

@@ -46,13 +46,13 @@ def load_for_hidden_states(
         width: Number of values of a stored hidden state.
 
     Returns:
-        A `StatesRecomputer`, which contains facts about the model, and the function that computes
+        A `StatesRecomputer`. It contains facts about the model, and also the function that computes
         the hidden states of samples.
 
     Raises:
-        InputError: If the model cannot be read or lacks a hook that the flags name, or its width,
-            its vocabulary or the length of its longest possible row does not fit the stored
-            samples.
+        InputError: If the model cannot be read, if it lacks a hook that the flags name, or if the
+            stored samples do not fit the model: its width, its vocabulary or its longest possible
+            row.
     """
     model_path = config.model_options.model_path
     if config.hook_options.encode:

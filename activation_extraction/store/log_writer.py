@@ -1,8 +1,8 @@
 """LogWriter: writes the files and the log of a run to a folder.
 
 It follows the protocol in the docstring of run_log.py, which makes sure that only one process
-writes to a folder: if several processes write to it, all but the last one to begin stop with
-LostError. shard_writer.py makes the shards, and run_log.py reads the log.
+writes to a folder. If several processes write to it, the process that began last continues, and all
+others stop with LostError. shard_writer.py makes the shards, and run_log.py reads the log.
 """
 
 import os

@@ -288,9 +288,10 @@ class SumsOfCodes:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the values of some tokens at a hook, which can be merged.
+    """Statistics of the values of some tokens at a hook.
 
-    At hooks with integers or codes, all fields that are numbers are 0, also the number of tokens.
+    Objects for different tokens at the same hook can be merged. At hooks with integers or codes,
+    all fields that are numbers are 0, also the number of tokens.
 
     Attributes:
         tokens: Number of tokens.

@@ -423,8 +423,9 @@ DOUBLE_QUOTES = (
 # file escaped quotation marks with backslashes, the first field is `a"` and ends before the comma.
 # If the writer doubled quotation marks, the text of the first field begins with `a\",b` and
 # continues. Files are read in the second way. This pattern matches `\"` before a comma or the end
-# of a line in the text of a field. If it matches all quotation marks in the field, the row is not
-# used, because the first way may be the right one.
+# of a line in the text of a field. Another quotation mark in the field would show that the second
+# way is right. If the pattern matches all quotation marks in the field, either way may be right, so
+# the row is not used.
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 

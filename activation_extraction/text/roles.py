@@ -122,14 +122,18 @@ def _blocks(text: str) -> list[re.Match[str]]:
 
 
 def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[Turn]:
-    """Returns the turn of each block (<|im_start|>, a header, the content and <|im_end|>).
+    """Finds the messages that a template has written as each block.
 
-    A template may add a system block at the beginning. It may write consecutive tool messages into
-    one block, whose header is "user" in some templates.
+    A block is <|im_start|>, a header, the content and <|im_end|>. A template may add a system block
+    at the beginning. It may write consecutive tool messages into one block, whose header is "user"
+    in some templates.
 
     Args:
         headers: The header of each block, such as "user".
         messages: The messages of the conversation, with the keys `role` and `content`.
+
+    Returns:
+        A turn for each block: its role and its messages (see `Turn`).
 
     Raises:
         UnusableRowError: If the blocks do not agree with the messages.
@@ -227,7 +231,8 @@ def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[st
     if not (end_marker and marks_thinking and message["role"] == "assistant"):
         return [message_text.strip()]
     text_before_thinking, start_marker, _ = text_before_end_marker.partition(THINK)
-    # If the text contains </think> without <think>, it begins with the thinking.
+    # If the text contains </think> without <think>, it begins with the thinking, so that there is
+    # no text before the thinking.
     return [text_before_thinking.strip() if start_marker else "", text_after_thinking.strip()]
 
 

@@ -320,8 +320,8 @@ def _tokens_of_rows(
             with the reason why it cannot be tokenised.
 
     Yields:
-        For each row, its tokens, or None if it has no tokens. If the row cannot be used, a text
-        with the position of the row and the reason.
+        For each row, the tokens of its document, or None if the row has no document or the document
+        is empty. If the row cannot be used, a text with the position of the row and the reason.
     """
     remaining_tokens_of_contents = iter(tokens_of_contents)
     for row in rows:

@@ -49,10 +49,11 @@ def as_structs(value: Any, feature: Any = None) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Leaves out the keys with null values of all Structs in a value, at all levels of nesting.
+    """Returns a copy of a value in which no Struct has a key whose value is null.
 
-    A Struct is a dict decoded from an Arrow struct, in which null may stand for a missing key.
-    Nulls in other dicts and in lists stay, because somebody wrote them.
+    Structs at all levels of nesting are copied in this way. A Struct is a dict decoded from an
+    Arrow struct, in which null may stand for a missing key. Nulls in other dicts and in lists stay,
+    because somebody wrote them.
     """
     if isinstance(value, dict):
         drops_nulls = isinstance(value, Struct)
