@@ -557,8 +557,8 @@ def _weight_spec(
             tensor in the layer, the slice of the tensor that belongs to the parameter), from
             `_tensors_by_parameter` and `_interleaved_tensors`. The slice is None for a whole
             tensor. If each expert has a tensor of its own, "{}" in the name of the tensor stands
-            for the number of the expert. A parameter that is not a key has the same name as its
-            tensor.
+            for the number of the expert. A parameter that is missing in this dict has the
+            same name as its tensor.
     """
     config = model.config
     parameter_shape = box.value.shape

@@ -114,14 +114,14 @@ class Batches(Iterator[T]):
         self._current_window: Window | None = None
         # One byte of memory, which forked workers of a DataLoader share. The byte is 1 if workers
         # have read batches since `restore`, otherwise 0. None until `torch` is called.
-        self._shared_worker_activity_byte: mmap.mmap | None = None
+        self._shared_byte_after_worker_reads: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
             "_window_iterator": None,
             "_current_window": None,
-            "_shared_worker_activity_byte": None,
+            "_shared_byte_after_worker_reads": None,
         }
 
     def state(self) -> dict[str, Any]:
@@ -139,8 +139,8 @@ class Batches(Iterator[T]):
         """
         if (
             _loader_worker_number_and_num_workers() is None
-            and self._shared_worker_activity_byte
-            and self._shared_worker_activity_byte[0]
+            and self._shared_byte_after_worker_reads
+            and self._shared_byte_after_worker_reads[0]
         ):
             raise ValueError(
                 "workers of a DataLoader have read these batches, and only they know where they "
@@ -183,10 +183,10 @@ class Batches(Iterator[T]):
         self._loader_worker_number_and_num_workers = _loader_worker_number_and_num_workers()
         self._has_data_loader_loop_begun = False
         if (
-            self._shared_worker_activity_byte is not None
+            self._shared_byte_after_worker_reads is not None
             and _loader_worker_number_and_num_workers() is None
         ):
-            self._shared_worker_activity_byte[0] = 0
+            self._shared_byte_after_worker_reads[0] = 0
 
     def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
@@ -253,9 +253,9 @@ class Batches(Iterator[T]):
         """
         from torch.utils.data import IterableDataset
 
-        if self._shared_worker_activity_byte is None:
-            self._shared_worker_activity_byte = mmap.mmap(-1, 1)
-        shared_worker_activity_byte = self._shared_worker_activity_byte
+        if self._shared_byte_after_worker_reads is None:
+            self._shared_byte_after_worker_reads = mmap.mmap(-1, 1)
+        shared_byte_after_worker_reads = self._shared_byte_after_worker_reads
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -281,7 +281,7 @@ class Batches(Iterator[T]):
                     # This object is being pickled for a new worker of a DataLoader, which does not
                     # share the memory of this process. Therefore this process sets the byte itself.
                     # The value 1 tells `Batches.state` that workers read the batches.
-                    shared_worker_activity_byte[0] = 1
+                    shared_byte_after_worker_reads[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -310,9 +310,9 @@ class Batches(Iterator[T]):
             self._loader_worker_number_and_num_workers = loader_worker_number_and_num_workers
             if (
                 loader_worker_number_and_num_workers is not None
-                and self._shared_worker_activity_byte is not None
+                and self._shared_byte_after_worker_reads is not None
             ):
-                self._shared_worker_activity_byte[0] = 1
+                self._shared_byte_after_worker_reads[0] = 1
         if self._current_window is None:
             self._current_window = self._next_window()
         window = self._current_window

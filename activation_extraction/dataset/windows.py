@@ -80,16 +80,16 @@ class Position:
 
 
 class Window(NamedTuple):
-    """The tokens of consecutive chunks, from which batches are cut.
+    """Tokens of consecutive chunks that pass the filters, and from which batches are cut.
 
     A chunk is a range of a shard's tokens that is read at once.
 
     Attributes:
         blocks_of_each_run: For each of the runs that are read side by side, a tuple of blocks. A
-            `Block` contains the arrays of some tokens, and the indices of the wanted tokens, which
-            pass the filters. The wanted tokens, one block after the other, are the tokens of the
-            window in the order of the batches. The wanted tokens are the same in all runs.
-        token_count: Number of tokens in the window.
+            `Block` contains the arrays of some tokens, and the indices of the tokens among them
+            that belong to the window. Batches take these tokens in the order of the blocks, and in
+            the order of the indices in each block. The tokens are the same in all runs.
+        token_count: Number of tokens in the window, in each run.
         end: Position at which an iteration continues after this window.
     """
 

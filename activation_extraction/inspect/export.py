@@ -81,7 +81,7 @@ def export(
     patterns: Sequence[str] | None,
     load_text: TextFunctionsLoader | None = None,
 ) -> None:
-    """Exports a run to a new folder, and prints how the other program reads the folder.
+    """Exports a run in the format of another program, and prints how that program reads it.
 
     Args:
         root: The folder with the output of all hosts.

@@ -248,9 +248,9 @@ class HookReport:
             `selection.position_ranges`, float64 (ranges,).
         outlier_token_mask: Whether the norm of each token is an outlier (see OUTLIER), bool
             (tokens,).
-        equal_tokens_with_largest_norms: The NUM_LARGEST_NORMS tokens with the largest norms, as a
-            list with an `EqualTokens` for each token id, in descending order of the largest norm.
-            Tokens at position 0 have an `EqualTokens` of their own.
+        equal_tokens_with_largest_norms: The NUM_LARGEST_NORMS tokens with the largest norms. They
+            are grouped by their token id and by whether their position is 0. The list has an
+            `EqualTokens` for each group, in descending order of the largest norm in the group.
         outlier_dimensions_and_ratios: A list with a tuple for each dimension whose root mean square
             is an outlier (see OUTLIER), the largest first. The tuple contains the number of the
             dimension, from 0, and its root mean square as a multiple of the median over all

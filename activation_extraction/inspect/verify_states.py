@@ -2,18 +2,20 @@
 
 The other program has stored a file for each row of its data set. The file contains the token ids of
 the row's sample and, for each of some layers, an array with the hidden state of each token. In this
-module, a layer of a file is one of these arrays.
+module, "a layer of a file" means one of these arrays, not a layer of the model.
 
 hidden_states.py reads the files and compare_states.py compares arrays. This module chooses random
 rows, determines the hook whose states each layer of their files should contain, and describes
 layers with wrong states.
 
-The files do not contain the numbers of their layers. If --layers_to_extract or --hook_names name
-the hooks, each layer must contain the states at the hook that the flags name. Otherwise each layer
-is assumed to contain the states at the hook whose states are nearest in most rows. So if a layer
-contains the states at a wrong hook in all rows, no row counts as wrong. Only the line that is
-printed about this layer shows the mistake, because it names the wrong hook. The hook of the last
-layer always follows from the program that wrote the folder, which is speculators or SpecForge.
+The files do not tell at which hooks of the model their states were taken. If --layers_to_extract or
+--hook_names name the hooks, each layer of a file must contain the states at the hook that the flags
+name. Otherwise the hook of each layer is guessed: for each row, the hook is found at which the
+states of the model are nearest to the layer, and the hook that is nearest in the most rows is
+taken. A guess hides one mistake: if the other program took the states of a layer at a wrong hook in
+all rows, this hook is the guess, and no row counts as wrong. But a line names the hook of each
+layer, so the user can see the mistake. The hook of the last layer is never guessed, because it
+follows from the program that wrote the folder, which is speculators or SpecForge.
 
 A layer of a file is wrong if it does not contain the state of each token of the row's sample at the
 expected hook, apart from differences that rounding explains (`RowComparison.is_right`). Each wrong

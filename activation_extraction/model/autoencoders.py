@@ -156,7 +156,8 @@ class AutoencoderFiles:
         repository: The repository that contains the files.
         folder_in_repository: The folder of the files in the repository, with a slash at the end; ""
             for the repository's top folder.
-        layer_digits: The number of the autoencoder's layer, as digits; "" if it is unknown. If the
+        layer_number_text: The number of the autoencoder's layer, as digits; "" if it is unknown. If
+        the
             folder contains a file for each layer, this number chooses the file.
         paths_read: The local paths of the files that were read so far.
     """
@@ -164,7 +165,7 @@ class AutoencoderFiles:
     autoencoder_name: str
     repository: Repository
     folder_in_repository: str
-    layer_digits: str
+    layer_number_text: str
     paths_read: list[Path] = field(default_factory=list)
 
     @property
@@ -261,8 +262,8 @@ def read_autoencoder(hook_name: str, name: str) -> Autoencoder:
     else:
         repository = Repository(autoencoder_folder, kind=AUTOENCODER)
         folder_in_repository = ""
-    layer_digits = re.sub(r"\D", "", weights_file_name) or layer_in_name(hook_name)
-    autoencoder_files = AutoencoderFiles(name, repository, folder_in_repository, layer_digits)
+    layer_number_text = re.sub(r"\D", "", weights_file_name) or layer_in_name(hook_name)
+    autoencoder_files = AutoencoderFiles(name, repository, folder_in_repository, layer_number_text)
     try:
         value_by_field_name = _read_fields(autoencoder_files, weights_file_name)
         _check_shapes(autoencoder_files, value_by_field_name)
@@ -320,8 +321,8 @@ def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> ValueByFiel
     for file_format in FORMATS:
         weights_file_pattern = file_format.weights_file_pattern
         config_file_name = file_format.config_file_name
-        expected_file_name = weights_file_pattern.format(files.layer_digits)
-        file_name_in_message = weights_file_pattern.format(files.layer_digits or "N")
+        expected_file_name = weights_file_pattern.format(files.layer_number_text)
+        file_name_in_message = weights_file_pattern.format(files.layer_number_text or "N")
         descriptions_of_expected_files.append(
             f"{file_name_in_message} with {config_file_name}"
             if config_file_name
@@ -330,7 +331,9 @@ def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> ValueByFiel
         if weights_file_name not in ("", expected_file_name):
             continue
         has_layer_in_file_name = expected_file_name != weights_file_pattern
-        if (has_layer_in_file_name and not files.layer_digits) or not files.has(expected_file_name):
+        if (has_layer_in_file_name and not files.layer_number_text) or not files.has(
+            expected_file_name
+        ):
             continue
         if config_file_name is None:
             return file_format.convert_to_fields(files, {}, files.tensors(expected_file_name))
@@ -341,7 +344,7 @@ def _read_fields(files: AutoencoderFiles, weights_file_name: str) -> ValueByFiel
         raise files.error("is an autoencoder of dictionary_learning, whose format is not supported")
     layer_remark = (
         ""
-        if files.layer_digits
+        if files.layer_number_text
         else f"; N is the layer of HOOK in --encode HOOK={files.autoencoder_name}"
     )
     raise files.error(
@@ -373,7 +376,7 @@ def qwen_scope(
             "the folder must be named as Qwen-Scope's repository, which ends in -L0_K: nothing "
             "else says how many features a token has"
         )
-    hook_name = f"blocks.{files.layer_digits}.hook_resid_post"
+    hook_name = f"blocks.{files.layer_number_text}.hook_resid_post"
     return {
         **tensor_by_name,
         "hook_name": hook_name,
@@ -657,7 +660,7 @@ def circuit_tracer(
     has_yaml_config = files.has("config.yaml")
     yaml_text = files.local_path("config.yaml").read_text() if has_yaml_config else ""
     yaml_config = dict(yaml.safe_load(yaml_text) or {})
-    hook_name_prefix = f"blocks.{files.layer_digits}."
+    hook_name_prefix = f"blocks.{files.layer_number_text}."
     files.supported_setting(yaml_config, "model_kind", "transcoder_set")
     return {
         **tensor_by_name,

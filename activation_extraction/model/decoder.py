@@ -240,7 +240,7 @@ class Decoder:
         )
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            layer_type_number, stack_index, layer_params, has_window, element_of_per_layer = (
+            layer_type_number, index_in_stack, layer_params, has_window, element_of_per_layer = (
                 loop_element
             )
 
@@ -248,13 +248,13 @@ class Decoder:
                 unstacked_params = layer_params
                 if unstacked_params is None:
                     take_layer_from_stack = partial(
-                        jax.lax.dynamic_index_in_dim, index=stack_index, keepdims=False
+                        jax.lax.dynamic_index_in_dim, index=index_in_stack, keepdims=False
                     )
                     unstacked_params = jax.tree.map(
                         take_layer_from_stack, stacks_to_slice_by_layer_type[layer_type]
                     )
                 stack_and_index_by_path = {
-                    parameter_path: (stack, stack_index)
+                    parameter_path: (stack, index_in_stack)
                     for parameter_path, stack in in_place_stacks_by_layer_type[layer_type].items()
                 }
                 apply_layer = self._apply(

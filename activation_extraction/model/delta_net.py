@@ -68,9 +68,10 @@ DeltaRuleFunction = Callable[[Array, Array, Array, Array, Array, Array], Array]
 class GatedDeltaNet(nn.Module):
     """The gated delta net of a layer.
 
-    It projects each token to queries, keys, values, log decays and rates. It applies a convolution
-    over tokens to the queries, keys and values, then the gated delta rule, a norm with a gate, and
-    an output projection.
+    It projects each token to queries, keys, values, output gates, log decays, and betas, which are
+    the rates with which a token changes the state. It applies a convolution over tokens to the
+    queries, keys and values, then the gated delta rule, a norm with the output gates, and an output
+    projection.
 
     Attributes:
         config: The configuration of the model.

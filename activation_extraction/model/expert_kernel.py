@@ -141,7 +141,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     rows of the same expert, padded to ROWS rows. A token block is TOKENS consecutive tokens. The
     first sort orders the rows by expert, together with the rows of padding that fill the tiles, so
     it puts every row into its place in a tile without lookups. TPUs sort fast, but look numbers up
-    one by one. The second sort orders the rows by token block.
+    one by one. The second sort orders the rows by token block, because
+    the kernel ADDED fetches the rows of one token block after another into a buffer, in which it
+    adds them up.
 
     Letters: T tokens, E experts, X experts of a token.
 
@@ -149,14 +151,14 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
         routing_weights: The routing weights of each token's experts, (T, X) float32. T must be a
             multiple of TOKENS.
         chosen_experts: The numbers of each token's experts, (T, X) int32. Rows with numbers outside
-            0..E-1 are not fetched.
+            0..E-1 count as 0: the kernel ADDED does not fetch them.
         expert_count: E, the number of experts.
 
     Returns:
         The table. For each tile, it contains the number of the tile's expert, and the number of
         rows. For each row of a tile, it contains the number of the row's token, and the routing
-        weight of the row. For each token block, it contains the numbers of the rows to fetch, and
-        the index of each of these rows in the buffer from which the rows are added up.
+        weight of the row. For each token block, it contains the numbers of the rows that the
+        kernel ADDED fetches, and the index of each of these rows in the buffer.
     """
     routed_row_count = chosen_experts.size
     experts_per_token = chosen_experts.shape[1]

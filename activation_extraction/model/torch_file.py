@@ -1,4 +1,4 @@
-"""Reads the tensors of a PyTorch file (.pt) as NumPy arrays, without PyTorch and without its code.
+"""Reads the tensors of a PyTorch file (.pt) as NumPy arrays, without importing PyTorch.
 
 A .pt file is a zip archive without compression. It contains a pickle of the saved object, in which
 each tensor refers to a storage, and the bytes of the storages. A storage is the flat memory of one

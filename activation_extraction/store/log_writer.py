@@ -519,19 +519,17 @@ class LogWriter:
             FolderError: If a committed file is missing or has changed.
         """
         commits_of_run_in_folder = [*self._storage_plan.commits, *self.new_commits]
-        committed_file_names = {
+        file_names_to_keep = {
             file_name
             for commit in commits_of_run_in_folder
             for file_name in (commit.name, *commit.files)
         }
-        # Reservations are kept, because they prevent earlier processes from committing a shard.
-        committed_file_names |= self._reserved_file_names
+        # All other files of shards are deleted. Reservations must stay, because they prevent
+        # earlier processes from committing a shard.
+        file_names_to_keep |= self._reserved_file_names
         undeleted_file_names = []
         for file_name in own_files(self.folder.files(), temporary=True):
-            if (
-                file_name.startswith(("shard_", ".shard_"))
-                and file_name not in committed_file_names
-            ):
+            if file_name.startswith(("shard_", ".shard_")) and file_name not in file_names_to_keep:
                 self.check()
                 if not self.folder.remove_once(file_name):
                     undeleted_file_names.append(file_name)

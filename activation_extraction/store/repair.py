@@ -523,9 +523,10 @@ class RepairPlanner:
         """Returns the number of samples that a program with a loop of its own must add again.
 
         The program must add all samples from the first one to the last one that a good shard
-        contains. Samples in good shards are then skipped. Samples in lost shards after the last
-        good shard are not counted here; the caller also considers the number in metadata.json. The
-        result is 0 for a run on a data set, because the repair reads the data set again.
+        contains. Samples in good shards are then skipped. This function does not count samples in
+        lost shards after the last good shard, because the commits do not show how many there were.
+        Its caller takes the number of samples in metadata.json if that is larger. The result is 0
+        for a run on a data set, because the repair reads the data set again.
 
         Args:
             plan: Plan whose `commits` are the commits of the good shards.

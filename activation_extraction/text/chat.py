@@ -377,9 +377,10 @@ class ChatTemplate:
         """Renders a short conversation with each template, to find faulty templates.
 
         Raises:
-            InputError: If a template cannot render the conversation, if it renders the conversation
-                differently the second time, or if only one of two templates writes turns between
-                <|im_start|> and <|im_end|>.
+            InputError: If a template cannot render the conversation, or renders it differently the
+                second time. Also if there are two templates, "default" and "tool_use", of which
+                only one writes turns between <|im_start|> and <|im_end|>. The roles of tokens are
+                found by these markers, so either all conversations or none must have them.
         """
         template_sources = self.jinja_source_by_template_name.values()
         if len({START in template_source for template_source in template_sources}) > 1:
