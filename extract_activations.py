@@ -319,8 +319,8 @@ def take_steps(
             A tuple of:
                 The batch.
                 The activations, which are still being computed.
-                The sums of the votes of all hosts. Each host votes on whether to take a later step
-                (see `Lockstep`).
+                The sum of the votes of all hosts, an array on the devices. The hosts vote on
+                whether there is a further step (see `Lockstep`).
         """
         with clock.measure("compute"):
             return batch, *step(batch, lockstep_of_hosts.votes)

@@ -529,10 +529,10 @@ def tensor_names(config: ModelConfig, checkpoint_tensor_names: Collection[str]) 
 
     Args:
         config: The configuration of the model.
-        checkpoint_tensor_names: The names of the tensors in the checkpoint. They tell whether a
-            tensor contains all experts of a layer or a single expert, and which projections of a
-            delta net share a tensor. The result contains the names in this layout, and the
-            names in the layout that is assumed for a model without a checkpoint.
+        checkpoint_tensor_names: The names of the tensors in the checkpoint. They tell the layout of
+            the checkpoint: whether a tensor contains all experts of a layer or a single expert, and
+            which projections of a delta net share a tensor. The result contains the names in this
+            layout, and the names in the layout that is assumed for a model without a checkpoint.
     """
     possible_tensor_names = {HEAD}
     for assumed_tensor_names in ((), checkpoint_tensor_names):

@@ -132,7 +132,8 @@ class HookedModel(nn.Module):
 
         Returns:
             Width and dtype -> the values at the hooks with this width and dtype, in the order of
-            `hooks`, (hooks, B, T, width). Activations have the dtype `captured_dtype`.
+            `hooks`, (hooks, B, T, width). The dtype of activations is `captured_dtype`, a property
+            of this model. Other values, such as the numbers of experts, have dtypes of their own.
         """
         if self.is_initializing():
             self._declare(token_ids)

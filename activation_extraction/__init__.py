@@ -7,7 +7,7 @@ package contain the rest:
     text     makes samples of the rows of a data set, and packs samples into batches
     model    the model, its hooks and its weights
     store    writes shards with activations, and the log of a run
-    run      combines the model, the text and the store to a run
+    run      combines the model, the text and the store into a run
     dataset  reads stored activations, to train on them
     inspect  status, verification, reports and exports of stored activations
     common   modules that all other packages may use
@@ -65,9 +65,10 @@ From a data set to the model:
 
 From the model to the files:
 
-    hook         A point in the model whose values can be stored. It has TransformerLens's name. Its
-                 key is the number of its layer, or its name if --hook_names or --encode selects it.
-                 A pickle contains the values at a hook under its key.
+    hook         A point in the model whose values can be stored. Its name is the name in
+                 TransformerLens. A shard in the format pickle contains the values at a hook under
+                 a key: the number of the layer if --layers_to_extract selects the hooks, one in
+                 each layer, or the name of the hook if --hook_names or --encode selects it.
     kind         A kind of hook is the same point in all layers that have it, or a point outside of
                  the layers (`model.hooks.HookKind`). The values at a hook are of one of three
                  kinds: dense, float8 or codes (`store.stored_hook.StoredHook`).

@@ -128,8 +128,8 @@ class BenchmarkInputs:
     def layer_numbers(self) -> list[int]:
         """The numbers of the extracted layers.
 
-        They are the default of --layers_to_extract. If the model has fewer layers, the numbers of
-        missing layers are replaced by the number of the last layer.
+        They are the default of --layers_to_extract. If the model lacks some of these layers, its
+        last layer takes their place, once.
         """
         last_layer_number = self.model_config.num_hidden_layers - 1
         return sorted({min(layer_number, last_layer_number) for layer_number in LAYERS})
@@ -211,7 +211,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> BenchmarkInputs:
         options: The parsed flags of this script.
 
     Returns:
-        The inputs, which are the same for all measured programs, with the flags.
+        The inputs, which are the same for all measured programs, and the flags.
     """
     model_folder, documents_path = folder / "model", folder / "documents.jsonl"
     make_model(model_folder, SHAPES[options.shape])
@@ -321,10 +321,10 @@ def run_competitor(
         output: The folder of the shards.
 
     Returns:
-        A dict with these figures. If only some batches are computed or only some documents are
-        written, the two speeds are estimates for all of them.
+        A dict with these figures.
         tokens_per_second, compute_tokens_per_second: The speed of computing and storing, and the
-            speed of computing alone.
+            speed of computing alone. If only some batches are computed or only some documents are
+            written, these are estimates of the speeds for all batches and documents.
         bytes_per_token, bytes: The bytes of the written files, for each written token and in total.
         tokens, written_tokens: The number of computed tokens, and the number of written tokens.
         peak_bytes, process_seconds, disturbed: The peak memory of the process, its duration, and
@@ -641,7 +641,8 @@ def table_line(name: str, dtype: str, figures: Figures, selection_ratios: Select
         name: The name of the contender.
         dtype: The dtype of the contender's model.
         figures: The figures of the contender, as `summarise` returns them.
-        selection_ratios: How many of the documents the contender computes and writes.
+        selection_ratios: Which parts of the documents the contender computes and writes: one of
+            several batches, and one of several documents.
     """
     end_to_end_tokens_per_second = figures["tokens_per_second"]
     tokens_per_second_of_computation = figures["compute_tokens_per_second"]

@@ -202,17 +202,17 @@ class Extraction:
         return kills
 
     def compete(self, writers: int, events: int) -> Counter[str]:
-        """Lets several processes store one run in a bucket, and stops or kills them at random.
+        """Lets several processes store one run in a bucket, and pauses or kills some of them.
 
-        After each stop or kill, every process that has ended is replaced by a new process. When all
-        processes have ended, one more process runs until the extraction is complete.
+        After each pause or kill, every process that has ended is replaced by a new process. When
+        all processes have ended, one more process runs until the extraction is complete.
 
         Args:
             writers: The number of processes that run at the same time.
-            events: The number of stops and kills.
+            events: The number of pauses and kills.
 
         Returns:
-            Event -> how often it occurred. The events are "stopped" for a process that was stopped
+            Event -> how often it occurred. The events are "stopped" for a process that was paused
             for some time, and the ways in which processes ended: "done", "killed" and "lost" (see
             `StartedProcess.end`).
 

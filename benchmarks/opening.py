@@ -60,7 +60,7 @@ def identity_of_host(host_number: int, num_hosts: int) -> Identity:
 
     Args:
         host_number: Number of the host, from 0.
-        num_hosts: Number of hosts.
+        num_hosts: Number of hosts of the run.
     """
     worker = Worker(host_number=host_number, num_hosts=num_hosts)
     return Identity(
@@ -78,7 +78,7 @@ def store_host(root: Path, num_shards: int, num_hosts: int, host_number: int) ->
     Args:
         root: Local folder that the bucket serves.
         num_shards: Number of shards of the host, each with one sample.
-        num_hosts: Number of hosts.
+        num_hosts: Number of hosts of the run.
         host_number: Number of the host, from 0.
     """
     host_identity = identity_of_host(host_number, num_hosts)
@@ -102,7 +102,7 @@ def open_dataset(url: str, num_hosts: int) -> None:
 
     Args:
         url: URL of the run.
-        num_hosts: Number of hosts. Not used, but all actions have the same arguments.
+        num_hosts: Number of hosts. Not used, but all measured functions have the same arguments.
     """
     dataset = ActivationDataset(url)
     assert len(dataset) and len(dataset.hooks) == len(dataset.statistics) == LAYERS
@@ -113,21 +113,21 @@ def make_status_report(url: str, num_hosts: int) -> None:
 
     Args:
         url: URL of the run.
-        num_hosts: Number of hosts. Not used, but all actions have the same arguments.
+        num_hosts: Number of hosts. Not used, but all measured functions have the same arguments.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         assert show_status(Folder(url), writes_totals=False) == 0
 
 
 def plan_continued_run(url: str, num_hosts: int) -> None:
-    """Does the work with which a restarted process determines where the first host continues.
+    """Determines where the first host of a stored run continues, as its process does at a restart.
 
     The process looks for the folders of other hosts and for the metadata of the stored run, and
     reads its own commits. As the stored run is complete, nothing is left to do.
 
     Args:
         url: URL of the run.
-        num_hosts: Number of hosts.
+        num_hosts: Number of hosts of the run.
     """
     first_host_identity = identity_of_host(0, num_hosts)
     with tempfile.TemporaryDirectory() as local_folder:
@@ -151,7 +151,7 @@ def measure(
     Args:
         action: Function to measure. It takes the URL of the run and the number of hosts.
         root: Local folder that the bucket serves.
-        num_hosts: Number of hosts.
+        num_hosts: Number of hosts of the run.
         latency: Milliseconds before each answer.
 
     Returns:

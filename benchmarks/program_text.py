@@ -171,8 +171,9 @@ class ProgramText:
 
         Args:
             text: The text of the compiled program.
-            size_by_mesh_axis: Mesh axis -> size. Device numbers change slowest along the first
-                axis. None to leave out the mesh axes of collectives.
+            size_by_mesh_axis: Mesh axis -> size, with which the mesh axes of collectives are
+                determined. Device numbers change slowest along the first axis. None if the mesh
+                axes of collectives are not needed.
             fractions_of_layers_in_branches: For each type of layer, the fraction of the model's
                 layers that have this type, in the order of the branches of the conditional that
                 chooses the type. Empty if the program has no such conditional.

@@ -297,12 +297,12 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
 
 
 def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
-    """Reads ranges into reused buffers, with one HTTP connection of Python for each reader.
+    """Reads ranges into reused buffers, in threads that each use one connection of `http.client`.
 
     Args:
         address: The address of the bucket's server, "HOST:PORT".
         ranges: The ranges, as `ranges_of_hook` returns them.
-        readers: The number of ranges that are read at a time.
+        readers: The number of threads, each of which reads one range at a time.
 
     Returns:
         The number of bytes that were read.

@@ -266,7 +266,7 @@ def _fill_from_environment(values: ValueByFlagName) -> None:
 
 
 def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the flags that are set, as the user would write them.
+    """Returns the names of the flags that are set, as the user would write them, without dashes.
 
     Some boolean flags have a second flag, which sets them to False. For example, --no_data_parallel
     sets use_data_parallel to False. If such a flag is False, the name of the second flag is
@@ -415,10 +415,9 @@ def _dependent_values(values: ValueByFlagName) -> ValueByFlagName:
         values: Name -> value of each flag that the user or an environment variable sets.
 
     Returns:
-        Name -> value of flags whose default depends on other flags. The value is the value in
-        `values` if the flag is set, otherwise the default that the other flags determine. A flag is
-        left out if nothing has to be changed for it: if it is set, its value in `values` applies,
-        otherwise its default in flags.py.
+        Name -> value of these flags: the value in `values` if the flag is set, otherwise the
+        default that the other flags determine. The result need not contain all of these flags. A
+        flag that it does not contain has its value in `values`, or its default in flags.py.
     """
     recomputes_samples = "verify" in values and "model_path" in values
     is_shard_format_compressible = values.get("shard_format") != "safetensors"

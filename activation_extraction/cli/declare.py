@@ -63,11 +63,13 @@ class EnvironmentVariables:
 class Flag:
     """The declaration of a flag, except its name, type and default.
 
+    A flag is a field of a dataclass of options, which has the name, the type and the default.
+
     Attributes:
         argparse_options: Arguments of argparse's `add_argument` by name. `type` is a parser of
             values.py.
-        help_group: Group of flags in --help; None for the group that `part` sets for all flags of
-            the dataclass.
+        help_group: Group of the flag in --help; None for the group that the function `part` sets
+            for all flags of the dataclass.
         needs: Name of another flag without which this flag is refused, or several names with
             " or " between them if any of these flags is enough; "" if no other flag is needed.
         excluded_flags: Names of flags that cannot be used together with this flag.
@@ -118,8 +120,8 @@ def flag(
         parse: Parser of the value (values.py). It is not used for a flag with `choices`.
         unit: Unit of the default, with a space in front, for the help text.
         default_is: Description of the default for the help text; "" to show the value of `default`.
-        help_group: Group of flags in --help; None for the group that `part` sets for all flags of
-            the dataclass.
+        help_group: Group of the flag in --help; None for the group that the function `part` sets
+            for all flags of the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
         excluded_flags: Names of flags that cannot be used together with this flag.
         environment_variables: Environment variables that replace the flag if it is missing; None if
@@ -172,8 +174,8 @@ def switch(
 
     Args:
         help: Help text.
-        help_group: Group of flags in --help; None for the group that `part` sets for all flags of
-            the dataclass.
+        help_group: Group of the flag in --help; None for the group that the function `part` sets
+            for all flags of the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
         excluded_flags: Names of flags that cannot be used together with this flag.
         determines_shards: Whether the value of the flag determines the content of shards (see

@@ -668,10 +668,10 @@ class StorageOptions:
         shard_format: Format of the shards, "pickle" or "safetensors".
         compress_shards: Whether pickles are compressed with gzip. Safetensors are never compressed.
         max_samples: Largest number of samples of a run; None for no limit. extract_activations.py
-            stops there. An `ActivationStorage` does not stop: it only refuses, when it is opened, a
-            run that has stored more samples.
+            stops there. An `ActivationStorage` does not stop at the limit. It only refuses, when it
+            is opened, a run that has stored more samples.
         max_tokens: Largest number of tokens of a run whose activations are stored; None for no
-            limit. It is kept in the same way as `max_samples`.
+            limit. It is enforced in the same way as `max_samples`.
         overwrite: Whether to begin a new run in place of a stored run, instead of continuing it.
         delete_local_after_upload: Whether shards are stored only in the bucket. Otherwise they are
             stored in the local folder as well. It has no effect without a bucket.

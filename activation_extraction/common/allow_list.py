@@ -46,14 +46,15 @@ class AllowListUnpickler(pickle.Unpickler):
         super().__init__(_CompleteInstructions(stream))
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the object that is listed for a name in the pickle.
+        """Returns the object that the allow-list contains for a name in the pickle.
 
         Args:
             module: The module that the pickle would import.
             name: The name of an object in the module.
 
         Raises:
-            Exception: If the name is not listed. The type of the exception is `error_type`.
+            Exception: If the allow-list does not contain the name. The type of the exception is
+                `error_type`.
         """
         full_name = f"{module}.{name}"
         if full_name not in self.replacement_by_allowed_name:

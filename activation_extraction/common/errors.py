@@ -151,8 +151,8 @@ def exit_status(action: Callable[[], int]) -> int:
 
     Returns:
         The exit status that `action` returns. 2 after an InputError, and after a RunError that
-        would recur; 1 after any other RunError and after a MemoryError; INTERRUPTED after a
-        KeyboardInterrupt.
+        would occur again if the command were repeated; 1 after any other RunError and after a
+        MemoryError; INTERRUPTED after a KeyboardInterrupt.
     """
     try:
         return action()

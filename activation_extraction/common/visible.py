@@ -48,7 +48,7 @@ def plain_url(path: str) -> str:
 
 
 def _stripped_url(url: re.Match[str]) -> str:
-    """Returns a URL without its secrets.
+    """Returns a URL without the parts that may be secret (see `without_secrets`).
 
     Args:
         url: A match of the pattern URL.

@@ -375,7 +375,9 @@ class ActivationDataset(Samples):
 
         For example, `dataset.batches(4096, shuffle=0, dtype="float32")` yields batches of 4096
         tokens in a random order. The value of `shuffle` is the seed of this order, which also
-        depends on how the run was divided into shards. `paired` reads two runs side by side.
+        depends on how the run was divided into shards.
+
+        The function `activation_extraction.paired` reads two runs side by side.
 
         Args:
             size: Number of tokens in a batch; the last batch may have fewer.
@@ -385,8 +387,8 @@ class ActivationDataset(Samples):
                 `where`, `roles` and `columns`.
 
         Returns:
-            An iterator that yields a TokenBatch at each step. It can save and restore its state,
-            and `torch` and `jax` convert its batches.
+            An iterator that yields a TokenBatch at each step. It can save and restore its state.
+            Its methods `torch()` and `jax()` convert the batches to tensors and JAX arrays.
 
         Raises:
             ValueError: If an argument is invalid for the run, or if `where` or `roles` selects
@@ -637,10 +639,10 @@ def paired(a: Any, b: Any) -> PairedRuns:
     A token of the first run and a token of the second run are paired if their samples come from the
     same row of the data set (`row` of a sample) and the tokens have the same position in their
     samples. The order of the samples, their division into shards, and the format of the shards may
-    differ between the runs. The number of machines and hosts may differ, too, with one exception:
-    for some data sets on the hub, a row is recorded by its number within the data that one host
-    read. Tokens that one of the runs lacks are left out. The log warns of this once, and
-    `unpaired_samples` of the result counts the samples that are left out.
+    differ between the runs. The number of machines and hosts may differ, too, except for some data
+    sets on the hub whose rows can only be numbered separately for each host. Tokens that one of the
+    runs lacks are left out. The log warns of this once, and `unpaired_samples` of the result counts
+    the samples that are left out.
 
     Pairs have the order of run `a`. The tokens of run `b` are looked up in its shards, which is
     slow if the order of `b` is very different. If `b` stores pickles, reading a shard of `a`

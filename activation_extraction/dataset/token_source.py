@@ -362,16 +362,16 @@ class TokenSource:
 
         If the file is mapped into memory and the activations are not encoded, the activations are
         views of the file. Encoded activations are decoded to the dtype of the options. Unwanted
-        tokens between two of the requested tokens are read as well, unless the two requested tokens
-        are more than MIN_SKIPPED_BYTES bytes apart.
+        tokens between two wanted tokens are read as well, unless the two wanted tokens are more
+        than MIN_SKIPPED_BYTES bytes apart.
 
         Args:
             chunk_tokens: All tokens of some chunks of a shard, without their activations.
-            wanted_indices: Indices into `chunk_tokens` of the tokens to return, int64 (n,).
+            wanted_indices: Indices into `chunk_tokens` of the wanted tokens, int64 (n,).
 
         Returns:
-            A block of all tokens that were read. Its `wanted_token_indices` are the indices in the
-            block of the requested tokens, in the order of `wanted_indices`.
+            A block of all tokens that were read, also unwanted ones. Its `wanted_token_indices` are
+            the indices of the wanted tokens in the block, in the order of `wanted_indices`.
         """
         hook_names = self.options.hooks
         bytes_per_token_of_largest_hook = max(
@@ -491,11 +491,11 @@ class TokenSource:
         return read
 
     def within_max_norm_token_mask(self, block: Block) -> np.ndarray:
-        """Returns a mask of the wanted tokens of a block whose norms do not exceed `max_norm`.
+        """Returns, for each wanted token of a block, whether its norms are at most `max_norm`.
 
         Args:
             block: Block whose `wanted_token_indices` select the wanted tokens, with the activations
-                of all hooks that have a limit.
+                of all hooks for which `max_norm` contains a limit.
 
         Returns:
             Whether the norms of each wanted token are within the limits at all hooks, bool

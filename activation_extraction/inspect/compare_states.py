@@ -1,8 +1,8 @@
 """Compares hidden states that another program stored with states of a model, token by token.
 
 verify_states.py chooses the rows to compare and describes the results. A row is an entry of the
-other program's data set, and its file contains the states of some layers for each token of a
-sample.
+other program's data set. For each row there is a file, which contains the states of some layers for
+each token of the row's sample.
 
 The relative error of a token is the norm of the difference between its stored and its computed
 state, divided by the norm of the computed state. The error of several tokens is the root mean

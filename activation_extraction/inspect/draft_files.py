@@ -238,7 +238,9 @@ class SpeculatorsFormat(DraftFormat):
         self._export_dtype = export_dtype
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the names of the hooks to export, in the run's order.
+        """Checks the hooks that the user has chosen, and returns their names in the run's order.
+
+        Hooks that the format does not accept are left out, as in `ExportFormat.choose_hooks`.
 
         Args:
             dataset: The run.

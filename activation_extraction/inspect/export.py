@@ -81,7 +81,9 @@ def export(
     patterns: Sequence[str] | None,
     load_text: TextFunctionsLoader | None = None,
 ) -> None:
-    """Exports a run in the format of another program, and prints how that program reads it.
+    """Exports a run to a new folder in the format of another program, such as SAELens.
+
+    Prints how that program reads the folder.
 
     Args:
         root: The folder with the output of all hosts.

@@ -19,8 +19,9 @@ class Exported(NamedTuple):
     """The result of an export: the number of exported tokens, and the data that was left out.
 
     Attributes:
-        num_tokens: The number of tokens in the exported files. Other tokens of the run are missing
-            in the files because they did not fill a row.
+        num_tokens: The number of tokens in the exported files. If the rows of the files have a
+            fixed length, it does not include tokens that were left out because they did not fill a
+            row.
         omission_phrases: A phrase for each kind of other data of the run that was not exported,
             such as "3 samples without tokens".
     """
@@ -30,7 +31,7 @@ class Exported(NamedTuple):
 
 
 class ExportFormat(ABC):
-    """A format of --export: the files that one other program reads.
+    """A format of --export: files that another program reads, such as SAELens.
 
     Attributes:
         flag_value: The value of --export that chooses the format.
@@ -39,8 +40,8 @@ class ExportFormat(ABC):
         needs_every_token: Whether a run must store all tokens of its samples.
         needs_sample_text: Whether the chunks that `write` takes contain, for each token, the text
             of its sample up to and including this token, in the column TEXT_COLUMN of nla_files.py.
-        sample_table_column_names: The names of the columns of the table of samples that the chunks
-            contain, too. Empty for none.
+        sample_table_column_names: The names of columns of the table of samples that the chunks
+            contain in addition to the tokens. Empty for none.
         tokens_per_row: The number of tokens in a row of the files. Tokens that do not fill a row
             are left out.
         each_row_has_one_sample: Whether all tokens of a row belong to one sample. If so, the last

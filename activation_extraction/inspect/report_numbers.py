@@ -356,7 +356,8 @@ def throughput(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns the throughput of all hosts over the time of a run.
 
-    The time of each host starts at 0, and pauses between its processes do not count.
+    The time of each host starts at 0. The time between the end of a command and its restart does
+    not count.
 
     Args:
         commits_of_hosts: The commits of the shards of each host.

@@ -43,7 +43,8 @@ class HostState:
     aggregated_metadata.json, so renaming a field would break programs that read this JSON.
 
     Attributes:
-        name: The name of the host's folder; "" for the output itself.
+        name: The name of the host's folder; "" if the host stores its files in the output folder
+            itself.
         machine: The number of the machine.
         host: The number of the host on its machine.
         state: "complete", "running", "silent" (the metadata says running, but nothing has been

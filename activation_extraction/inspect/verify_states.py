@@ -345,14 +345,13 @@ def _requested_hooks(
         layer_count: Number of layers of a file.
 
     Returns:
-        For each layer of a file, the hook whose states it should contain. None if neither flag is
-        given.
+        For each layer of a file, the hook whose states it should contain. The flags may leave out
+        the hook of the last layer: the program that wrote the folder determines whether it is the
+        last residual stream or the output of the final norm. None if neither flag is given.
 
     Raises:
         InputError: If a flag names a hook that is neither a residual stream nor the output of the
-            final norm, or if the flags do not name one hook for each layer. The flags may leave out
-            the hook of the last layer, because the program that wrote the folder determines whether
-            the last layer contains the last residual stream or the output of the final norm.
+            final norm, or if the flags do not name one hook for each layer, except the last.
     """
     if model.requested_hooks is None:
         return None
@@ -541,8 +540,8 @@ def _notes_on_hooks(
 ) -> Iterator[str]:
     """Yields notes for the user, if no flag names the hooks whose states the files should contain.
 
-    One note says that the hooks were guessed. Another note names the hooks whose states the program
-    that wrote the files stores by default, if the guess differs from them.
+    One note says that the hooks were guessed. The program that wrote the files stores the states of
+    certain hooks by default. If the guessed hooks differ from these, another note names them.
 
     Args:
         folder: Folder with the hidden states.
@@ -585,7 +584,9 @@ def _describe(
     model: StatesRecomputer,
     token_ids_by_row_number: Mapping[int, np.ndarray],
 ) -> list[str]:
-    """Returns a message about each wrong layer of a file.
+    """Returns a message about each layer of a file with wrong states.
+
+    The message says to which hook, tokens or sample the wrong states belong, if this is found.
 
     Args:
         row_comparison: Comparison of the file with the states of its row's sample.
@@ -673,10 +674,10 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     row_comparison: RowComparison, layer_index: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str | None:
-    """Describes the wrong states in one layer of a file, if no other sample is needed for it.
+    """Describes the wrong states in one layer of another program's file, if one sample is enough.
 
-    For example, no other sample is needed if the wrong states are NaN or zeros, or if they are
-    states of the file's own sample, but at another hook or of the next tokens.
+    The sample of the file's row is enough, for example, if the wrong states are NaN or zeros, or if
+    they are states of this sample, but at another hook or of the next tokens.
 
     Args:
         row_comparison: Comparison of the file with the states of its row's sample.
@@ -737,7 +738,7 @@ def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomput
     number of layers.
 
     Args:
-        actual_hook_name: Name of the hook at which the model computes these states.
+        actual_hook_name: Name of the hook at which the model's states match the stored states.
         hook: Hook at which the states should have been computed.
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
@@ -755,7 +756,7 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
     expected hook could not be determined (`hook.is_hook_determined` is False).
 
     Args:
-        actual_hook_name: Name of the hook at which the model computes these states.
+        actual_hook_name: Name of the hook at which the model's states match the stored states.
         hook: Hook at which the states should have been computed.
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.
@@ -904,13 +905,13 @@ def _describe_parts(
 def _part_phrase(
     alignment: Alignment, row_number: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str:
-    """Returns a phrase that says to which sample, tokens and hook some stored states belong.
+    """Returns a phrase for a part of wrong states: to which sample, tokens and hook they belong.
 
     Args:
         alignment: The stored states, and the sample, hook and tokens whose computed states they
             match.
-        row_number: Number of the row in whose file the stored states were found. They may belong to
-            the sample of another row, which `alignment.row_number_of_sample` tells.
+        row_number: Number of the row of the other program's data set whose file contains the
+            states. `alignment.row_number_of_sample` is the row to whose sample they belong.
         hook: Hook at which the stored states should have been computed.
         model: Model that recomputes the states. Its number of layers determines the names of its
             hooks.

@@ -33,7 +33,7 @@ The layers of a model, with faster kernels for some platforms:
     expert_kernel.py     a kernel for experts on TPUs
     flash_kernel.py      a kernel for attention on GPUs
     grouped_kernel.py    a kernel for experts on GPUs
-    trial.py             chooses kernels, after a comparison with their definitions
+    trial.py             chooses kernels, after a comparison with slow, exact functions
 
 Extracting values:
 

@@ -580,7 +580,8 @@ def llamascopium(
 ) -> ValueByFieldName:
     """Converts an autoencoder or transcoder of Llamascopium to the formula of `Autoencoder`.
 
-    Llamascopium was formerly called lm_saes. It has its formula in models/sae.py.
+    Llamascopium was formerly called lm_saes. The file models/sae.py of its package contains the
+    formula.
 
     Args:
         files: The files of the autoencoder.

@@ -234,8 +234,8 @@ class Capture:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.
 
         A layer does not compute the kinds of hooks that only exist in layers of other types. For
-        these kinds, the values are zeros. The method `plan` chooses the slots so that these zeros
-        are overwritten or ignored.
+        these kinds, the values are zeros. The method `plan` chooses the indices (slots) at which
+        values are written to the buffers, so that these zeros are overwritten or ignored.
 
         Args:
             kinds: The kinds of hooks.
@@ -270,8 +270,8 @@ class Capture:
         """Writes the values that one layer computes at its hooks to the buffers.
 
         Args:
-            buffer_by_width_and_dtype: Width and dtype -> buffer; in a pipeline, the buffers of one
-                stage.
+            buffer_by_width_and_dtype: Width and dtype -> buffer, (slots, B, T, width). In a
+                pipeline, these are the buffers of one stage, (slots, micro-batches, B, T, width).
             plan: The plan for this layer alone. It has one slot for each kind: the index on the
                 first axis of the buffer at which the layer's values of this kind are written.
             value_bit_patterns_of_kinds: An array for each kind of hook, in the order of
@@ -312,9 +312,10 @@ class Capture:
 
         Args:
             buffer_by_width_and_dtype: Width and dtype -> buffer, an array of unsigned integers,
-                (slots, B, T, width). The loop has written the values at the hooks of all layers to
-                the buffers, and the values at the hooks after the last layer have been written as
-                well.
+                (slots, B, T, width). The first slots contain the values at the hooks, and the
+                values in the slots after them are ignored. The loop has written the values at the
+                hooks of all layers to the buffers, and the values at the hooks after the last layer
+                have been written as well.
 
         Returns:
             Width and dtype -> the values at the hooks with this width and dtype, (hooks, B, T,

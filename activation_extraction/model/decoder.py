@@ -77,16 +77,17 @@ class Decoder:
         return len(self.module_by_layer_type) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
-        """Returns zeros as the stacked parameters of layers, with the logical axes of each array.
+        """Initialises the stacked parameters of all layers with zeros.
 
         Args:
             _: A random key, which Flax passes to every initialiser, and which zeros do not need.
             length: The number of layers in a pipeline stage. All stages have the same types of
-                layers.
+                layers in the same order.
             stages: The number of pipeline stages.
 
         Returns:
-            The stacked parameters. Each array is in a box of Flax, which adds its logical axes.
+            The stacked parameters: arrays whose first axis is the layer, over all stages. Each
+            array is in a box of Flax, which adds its logical axes.
         """
         layer_types = self.config.layer_types[:length]
         stacked_params_by_layer_type = {}

@@ -427,11 +427,11 @@ def _inverse(matrices: Array) -> Array:
     """Inverts lower triangular matrices whose diagonals are 1.
 
     The function inverts blocks along the diagonal, first blocks of one token, then of two, of four
-    and so on. Two neighbouring blocks A and B with the inverses X and Y become one block, whose
-    inverse is
+    and so on. Two neighbouring blocks P and Q with the inverses X and Y, and the block M below
+    P, become one block, whose inverse is
 
-        [ A 0 ] -1   [    X    0 ]
-        [ M B ]    = [ -Y M X  Y ]
+        [ P 0 ] -1   [    X    0 ]
+        [ M Q ]    = [ -Y M X  Y ]
 
     So the function only computes matrix products, while a triangular solver would compute one token
     after the other. On a CPU with several devices, JAX's triangular solver never returns.

@@ -150,7 +150,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     Args:
         routing_weights: The routing weights of each token's experts, (T, X) float32. T must be a
             multiple of TOKENS.
-        chosen_experts: The numbers of each token's experts, (T, X) int32. Rows with numbers outside
+        chosen_experts: The numbers of each token's experts, (T, X) int32. Rows of experts outside
             0..E-1 count as 0: the kernel ADDED does not fetch them.
         expert_count: E, the number of experts.
 

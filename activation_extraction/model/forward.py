@@ -178,7 +178,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Forward(Program):
-    """A program, with the checkpoint that contains its weights and the kernels that it uses.
+    """A program, together with the checkpoint of its weights and the kernels that were chosen.
 
     Attributes:
         checkpoint: Checkpoint with the weights, and its adapter if there is one.

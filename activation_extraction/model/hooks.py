@@ -145,8 +145,9 @@ class HookKind:
 
         Args:
             sizes: Letter of an axis -> its size in the model.
-            dtype: The dtype of activations. "float8" gives the type that a run with
-                --activation_dtype float8 stores.
+            dtype: The dtype of activations, or "float8" for the encoding that a run with
+                --activation_dtype float8 stores. It has no effect on kinds of hooks whose values
+                are not activations.
         """
         activation_dtype_name = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
         return WidthAndDtype(self.width(sizes), self.dtype or activation_dtype_name)
@@ -247,10 +248,10 @@ class Hook(NamedTuple):
 
         Returns:
             A dict with the keys `module` (the name in Hugging Face; None for no such name),
-            `aliases` (all other names) and `width`. If the values are not activations, it also has
-            `dtype`. If `width` is the product of a number of heads and a head size, it also has
-            `heads` and `head_size`. For an attention pattern, it also has `heads` and `keys` (the
-            number of tokens of a row).
+            `aliases` (all other names) and `width`. If the values are not activations, but for
+            example numbers of experts, it also has their `dtype`. If `width` is the product of a
+            number of heads and a head size, it also has `heads` and `head_size`. For an attention
+            pattern, it also has `heads` and `keys` (the number of tokens of a row).
         """
         hook_metadata: dict[str, Any] = {"module": self.module_name, "aliases": self.names()[1:]}
         hook_metadata["width"] = self.kind.width(sizes)
@@ -535,9 +536,10 @@ def _kinds(
     """Makes the kinds of hooks of a model, in the order in which the model computes their values.
 
     Args:
-        layer_type_words_by_selector: The dict that `_layer_type_words` returns: a layer selector ->
-            words in the types of the layers that it selects, such as SHARED -> ("sparse",). Rows of
-            the table HOOK_KINDS with other layer selectors are left out.
+        layer_type_words_by_selector: The dict that `_layer_type_words` returns for the model: a
+            layer selector -> words that the type of a layer must contain to be selected, such as
+            SHARED -> ("sparse",). Rows of the table HOOK_KINDS with other layer selectors are left
+            out, because no layer of the model has their hooks.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]

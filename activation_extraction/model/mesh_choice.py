@@ -5,7 +5,8 @@
 shortest step and the meshes whose steps are at most 1 % longer. Among these meshes, it chooses the
 mesh that splits weights least. This is the mesh with the smallest `model` axis; if several meshes
 have it, the one of them with the smallest `expert` axis, and then with the smallest `fsdp` axis.
-Therefore `cheapest_mesh` prefers `data` alone, and it uses `model` if there are too few rows. It
+Therefore `cheapest_mesh` prefers `data` alone. It uses `model` if a step has too few rows to divide
+them among all devices. It
 never uses `pipeline`, because `fsdp` saves the same memory without idle stages.
 
 step_cost.py has the formulas for memory and time, and mesh.py builds the mesh.
@@ -231,7 +232,7 @@ def cheapest_mesh(
             all meshes are assumed to fit.
 
     Raises:
-        InputError: If there is no such mesh.
+        InputError: If no mesh divides the rows of a step and the widths of the model.
     """
     step_costs = _costs(cost_model, devices)
     costs_of_fitting_meshes = [
@@ -283,7 +284,7 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
         devices: The devices, ordered by host.
 
     Raises:
-        InputError: If there is no such mesh.
+        InputError: If no mesh can divide the rows of a step and the widths of the model.
     """
     model_config = cost_model.model.config
     step_costs: list[StepCost] = []

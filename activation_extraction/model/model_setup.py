@@ -456,8 +456,8 @@ def _requested_hooks(
 def log_hooks(options: HookOptions, forward: Forward) -> None:
     """Logs the hooks and codes that are stored, and the bytes that a token's activations take.
 
-    It also logs if an autoencoder was made for a hook of another layer, or if the model lacks some
-    of the default layers.
+    It also logs a message if an autoencoder was trained on another layer than the layer whose
+    activations it encodes, or if the model lacks some of the default layers.
 
     Args:
         options: The flags that name the hooks.

@@ -56,7 +56,8 @@ class Trial(NamedTuple):
     Attributes:
         exact_function: Slow function that defines the result.
         arguments: Arguments of both functions. For `exact_function`, floating-point arrays are
-            converted to float32. For the candidate, integers are constants at compilation.
+            converted to float32. For the candidate, Python integers are constants
+            of the compiled program.
         mask_of_compared_vectors: Mask of the vectors to compare, bool, with the shape of the result
             without its last axis. Vectors of padding are not compared.
     """
@@ -304,8 +305,8 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 
     Args:
         config: The configuration of a model with experts.
-        layout: The mesh of devices. A trial has as many experts as a device in the run, but at most
-            MAX_EXPERTS.
+        layout: The mesh of devices. The number of experts in the trial is the number of experts
+            that one device has in the run, but at most MAX_EXPERTS.
         dtype: The dtype of the tokens and weights.
     """
     weight_shape = config.experts.count, config.hidden_size, config.experts.width
@@ -349,7 +350,7 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial in which a kernel for the delta rule is compared with the exact function.
+    """Yields the only trial of kernels for the delta rule, a comparison with the exact function.
 
     The exact function computes one token after the other. In the random arrays of the trial, some
     samples end within a chunk of tokens that kernels compute together, and the heads have different
@@ -357,8 +358,8 @@ def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tria
 
     Args:
         config: The configuration of a model with a delta net.
-        layout: The mesh of devices. A trial has as many heads as a device in the run, but at most
-            MAX_KEY_HEADS key heads.
+        layout: The mesh of devices. The number of heads in the trial is the number of heads that
+            one device computes in the run, but with at most MAX_KEY_HEADS key heads.
         dtype: The dtype of queries, keys and values.
     """
     delta_net_config = config.delta

@@ -230,14 +230,13 @@ def byte_ranges(
 ) -> tuple[int, list[tuple[int, int]]]:
     """Returns the ranges of bytes to download for a part of a tensor.
 
-    The download is sliced along the first axes of the tensor, up to a last sliced axis, and
-    contains all later axes whole. There is one range for each combination of the part's indices on
-    the axes before the last sliced axis. The range covers the bounds of the part on the last sliced
-    axis.
+    The ranges contain only the part's indices on the first axes of the tensor (the sliced axes),
+    and all indices on the later axes. Axis 0 is always sliced. Each next axis is sliced as well, as
+    long as this leaves gaps of at least GAP_BYTES bytes between the ranges. Smaller gaps are
+    downloaded, because this takes less time than another request.
 
-    The last sliced axis is at least axis 0. The function goes on to the next axis as long as
-    slicing the next axis leaves gaps of at least GAP_BYTES bytes between the ranges. Smaller gaps
-    are downloaded, because this takes less time than another request.
+    There is one range for each combination of the part's indices on all sliced axes except the
+    last one. The range covers the bounds of the part on the last sliced axis.
 
     Args:
         tensor: The description of the tensor in the header of the file.

@@ -108,15 +108,15 @@ class WeightSpec:
         """Returns the slice of a checkpoint tensor that contains a part of this parameter.
 
         The stacked axes of the parameter are its first `num_stacked_axes` axes. The part has a
-        single index on each of them, so that a single tensor contains its values.
+        single index on each of them, so that a single tensor contains its values. On the axis of a
+        head's dimensions, the part has the whole axis, because the mesh never splits this axis.
+
+        If `tensor_slice.is_per_head` is set, the slices of two heads are not adjacent in the
+        tensor. So the returned slice on the tensor's axis of heads is only right if the part
+        contains a single head. For several heads, the caller must ignore it.
 
         Args:
-            ranges: The range of the part on each axis of the parameter after its stacked axes. On
-                the axis of a head's dimensions, the range must be the whole axis, which the mesh
-                never splits. If `tensor_slice.is_per_head` is set, the range on the axis of heads
-                must contain a single head, because the slices of two heads are not adjacent in the
-                tensor. A caller that ignores the returned start and stop on the tensor's axis of
-                heads may pass several heads.
+            ranges: The range of the part on each axis of the parameter after its stacked axes.
 
         Returns:
             The start and stop of the slice on each axis of the tensor.
@@ -146,11 +146,11 @@ class WeightSpec:
         return bounds_of_axes
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
-        """Checks that a tensor of `hf_names` exists and has the shape that the parameter needs.
+        """Checks that a tensor of the checkpoint exists, and that its shape fits this parameter.
 
         Args:
-            name: The name of the tensor.
-            shape: The shape of the tensor; None if it is missing.
+            name: The name of the tensor, one of `hf_names`.
+            shape: The shape of the tensor in the checkpoint; None if it is missing there.
             source: The path or URL of the file, for the message.
 
         Raises:

@@ -122,9 +122,9 @@ def open_dataset(
 def _metadata_with_same_data(
     data_description: str, metadata_of_earlier_outputs: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
-    """Selects the stored metadata that names a data set, and returns the recorded revision too.
+    """Selects the stored metadata that names the data set of this run.
 
-    Metadata that names another data set is left out without an error. In this case, this process
+    Metadata that names another data set is left out without an error, because this process then
     fails later, when the identity of its run is compared with the stored identity.
 
     Args:

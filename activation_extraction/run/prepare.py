@@ -98,12 +98,12 @@ class Run:
 
 
 def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
-    """Prepares a run. All hosts must call this together.
+    """Prepares everything that a run needs before it is compiled. All hosts must call it together.
 
     Args:
         config: The configuration.
         host: This host.
-        watchdog: The watchdog, which watches over the stages that read text.
+        watchdog: The watchdog. It ends the process if a stage that reads text makes no progress.
 
     Returns:
         The run, ready to be compiled.

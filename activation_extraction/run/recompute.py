@@ -34,7 +34,8 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recomputer
     Args:
         config: The configuration of --verify. It contains the paths of the model and the adapter,
             the options of the computation and, if the data set has been moved, its new path. The
-            data set is opened only if the run does not store all tokens.
+            data set is opened only if the run does not store all tokens, because the ids of the
+            missing tokens are read from it.
         metadata: The content of metadata.json, which determines the hooks and dtypes.
 
     Returns:

@@ -228,9 +228,9 @@ def _tpu_side_lengths(
         shape_suffix: The shape in the name, such as 8x8. None if the name has no shape.
 
     Raises:
-        InputError: If no TPU of this kind has this number in its name, or if the shape has another
-            number of axes or more chips than the largest TPU of this kind, or if the name has
-            neither a number nor a shape. The message lists the valid names.
+        InputError: If the name has neither a number nor a shape, if no TPU of this kind has this
+            number in its name, if the shape does not have as many axes as the TPUs of this kind, or
+            if it has more chips than the largest of them. The message lists the valid names.
     """
     # For example, the number suffix "64" of v5e-64 -> the shape "8x8".
     shape_text_by_number_suffix: dict[str, str] = {}

@@ -526,10 +526,9 @@ class Attempts:
     Args:
         folder: Folder to which the request is sent.
         request: Name of the request, for messages.
-        patience: Countdown of the seconds for all attempts together, which started before this
-            object was made. None for the time limit of the folder (`Folder.patience_seconds`),
-            which starts at the first failure, so that a long transfer is tried again even if it
-            fails at its end.
+        patience: Countdown of the time for all attempts, which is already running. None to start a
+            countdown of `Folder.patience_seconds` at the first failure, so that a long transfer is
+            tried again even if it fails at its end.
     """
 
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:

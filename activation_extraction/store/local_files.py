@@ -4,8 +4,9 @@ A file is written atomically: it is absent or complete, whenever the process or 
 locked folder can be written by one process only. Nothing is written through a symbolic link,
 because it may point to a file elsewhere, and somebody else may have put it into the folder.
 
-The module also declares the types that folders of all kinds share: `FileEntry`, `FolderError`,
-`ChangedError` and ANY. folder.py repeats failed requests and chooses the kind of a folder.
+The module also declares what folders of all kinds share: the types `FileEntry`, `FolderError` and
+`ChangedError`, and the constant ANY, which stands for any version of a file. folder.py repeats
+failed requests and chooses the kind of a folder.
 """
 
 import errno

@@ -142,7 +142,8 @@ class LogWriter:
     def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
         """Makes this process the owner of the folder, and reserves the next number of a shard.
 
-        If another process writes to the folder at the same time, all steps begin again.
+        If another process changes the log at the same time, this method reads the log again, and
+        begins anew.
 
         Args:
             planner: Function that takes the log of the folder, and returns the plan by which this

@@ -522,11 +522,11 @@ class RepairPlanner:
     def _num_samples_to_add(self, plan: StoragePlan) -> int:
         """Returns the number of samples that a program with a loop of its own must add again.
 
-        The program must add all samples from the first one to the last one that a good shard
-        contains. Samples in good shards are then skipped. This function does not count samples in
-        lost shards after the last good shard, because the commits do not show how many there were.
-        Its caller takes the number of samples in metadata.json if that is larger. The result is 0
-        for a run on a data set, because the repair reads the data set again.
+        The program must pass all samples from the first one to the last one in a good shard to the
+        `ActivationStorage` again, which skips the samples in good shards. This function does not
+        count samples in lost shards after the last good shard, because the commits do not show how
+        many there were. Its caller takes the number of samples in metadata.json if that is larger.
+        The result is 0 for a run on a data set, because the repair reads the data set again.
 
         Args:
             plan: Plan whose `commits` are the commits of the good shards.

@@ -121,10 +121,10 @@ class StoragePlan:
 
     @property
     def shard_numbers_to_store_again(self) -> tuple[int, ...]:
-        """The numbers of the missing and bad shards that a repair stores again.
+        """The numbers of the missing and bad shards that a repair stores again, in ascending order.
 
-        These are the shards that come before a good shard, in ascending order. There are none
-        without a repair.
+        They are the numbers below the number of the last good shard. The repair withdraws bad
+        shards after it, and the run continues there. Empty without a repair.
         """
         return () if self.repair is None else self.repair.shard_numbers_to_store_again
 
@@ -147,9 +147,10 @@ class StoragePlan:
                 shards have no marks.
 
         Returns:
-            In a repair that stores missing or bad shards again: the mark at which the repair began,
-            because all samples before a mark must be stored. None if that repair began at the
-            beginning of the data. Without such a repair: the argument `mark`.
+            In a repair that stores missing or bad shards again: the mark at which the repair began;
+            None if it began at the beginning of the data. A run may only continue from a mark if
+            all samples before the mark are stored, and during the repair, this is certain of no
+            later mark. Without such a repair: the argument `mark`.
         """
         return self.mark if self.shard_numbers_to_store_again else mark
 
@@ -157,9 +158,10 @@ class StoragePlan:
 class ShardNumbers:
     """Gives out the numbers of the shards that are still to be stored.
 
-    A repair gives the numbers of missing and bad shards (the gaps) to its first shards, and new
-    numbers to the shards after them. It keeps the last gap for its last shard: while a gap is open,
-    no process can continue the run, so an unfinished repair is noticed.
+    A repair gives the numbers of missing and bad shards (the gaps), except the last one, to its
+    first shards. Then it gives new numbers to further shards. Its last shard gets the number of the
+    last gap. So there is a gap until the repair is finished. No process can continue a run with a
+    gap, so an unfinished repair is noticed.
 
     Args:
         plan: Plan of this process, which contains the numbers of the gaps, and the first new number
@@ -183,9 +185,10 @@ class ShardNumbers:
         return self._next_shard_number - 1
 
     def take_gaps(self) -> list[int]:
-        """Returns the numbers of all gaps that `take` has not returned, in ascending order.
+        """Returns all gaps that `take` has not returned, in ascending order.
 
-        A gap is the number of a missing or bad shard, which a repair gives to a new shard.
+        A gap is a shard number that a repair uses again, because the shard with this number is
+        missing or bad.
 
         This must be called only when the run or the repair ends, and the remaining samples fit into
         one shard. In a repair, the caller stores these samples in a shard with the last number of

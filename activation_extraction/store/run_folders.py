@@ -1,4 +1,4 @@
-"""The folders of a run: how they are named, found and compared.
+"""The folders of a run: how they are named, found and checked.
 
 Each host of a run has a folder. These folders are in the output folder: --output_dir, or a folder
 in a bucket. The folder `machine_003` belongs to a machine with one host, and `machine_003_host_01`
@@ -6,9 +6,10 @@ to one of several hosts. If a run has only one machine with one host, its local 
 output folder itself. In a bucket, the files of such a run are in the folder `machine_000`. No other
 module forms or parses these names.
 
-`read_folders` reads all folders of a run in any state, and `read_run` raises an exception unless
-they are complete and belong together. A process that stores a run begins with `RunFolders`, which
-refuses output folders with folders of other runs. run_log.py reads the files in one folder.
+`read_folders` reads all folders of a run, also of an incomplete run. `read_run` reads them as well,
+but raises an exception if a folder is missing or belongs to another run. A process that stores a
+run begins with `RunFolders`, which refuses output folders with folders of other runs. run_log.py
+reads the files in one folder.
 """
 
 import re
@@ -397,8 +398,8 @@ class RunFolders:
     def earlier(self) -> list[tuple[str, dict[str, Any]]]:
         """Returns the metadata of the run that is already stored in the output folders.
 
-        In each output folder, metadata.json is read from this worker's folder or, if it contains no
-        metadata.json, from any other folder.
+        Each output folder contains a folder for each worker. metadata.json is read from this
+        worker's folder, or from the folder of any other worker if it is missing there.
 
         Returns:
             A tuple for each output folder that contains a metadata.json, the local output folder

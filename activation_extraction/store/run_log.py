@@ -206,8 +206,9 @@ def commit_name(number: int) -> str:
 class Commit:
     """The content of the JSON file that commits a shard.
 
-    The fields have the same names in the JSON file, except that `first`, `last` and `count` are in
-    the object `samples` there.
+    The object is made before the shard is stored, and some fields are filled in when the shard is
+    committed. The fields have the same names in the JSON file, except that `first`, `last` and
+    `count` are in the object `samples` there.
 
     Attributes:
         number: Number of the shard, from 1, which is also in the name of the JSON file.

@@ -98,7 +98,7 @@ class RangeChecksums:
 
     @property
     def front_blocks(self) -> Blocks:
-        """The bytes before the tensor `token_ids`, as one block with its checksum."""
+        """The range of bytes before the tensor `token_ids`, as a single block with its checksum."""
         return Blocks(0, self.front, self.front, self.front_crc32c)
 
     def blocks_of(self, name: str, header_entry: Tensor) -> Blocks | None:

@@ -157,11 +157,14 @@ class Shard:
         return hook_descriptions, sums_by_hook_name
 
     def _sums(self, key: HookKey, sample_slice: slice) -> Sums | SumsOfCodes:
-        """Returns the sums for the statistics of some samples at one hook.
+        """Computes the sums from which the statistics of some samples at one hook are computed.
 
         Args:
             key: Key of the hook.
             sample_slice: Slice of the shard's list `samples`.
+
+        Returns:
+            `SumsOfCodes` if the hook has codes, otherwise `Sums`.
         """
         positions_of_samples = [sample.positions for sample in self.samples[sample_slice]]
         return self.hook_by_key[key].sums(

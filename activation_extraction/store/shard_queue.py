@@ -121,11 +121,11 @@ class ShardQueue(Generic[T]):
         self.check()
 
     def submit(self, store: Callable[[QueuedShard[T]], T]) -> None:
-        """Adds a shard to the queue, which stores and then commits it in the background.
+        """Adds a shard, which is stored by `store` and then committed in the background.
 
-        When the shard is committed, the memory of the batches since the last submitted shard is
-        counted as free. The memory of the latest batch remains counted, because it may also contain
-        samples of the next shard.
+        When this shard is committed, the memory of the batches that were added between the previous
+        call of `submit` and this call is counted as free, except the memory of the latest batch,
+        which may also contain samples of the next shard.
 
         Args:
             store: Function that takes the queued shard, stores its files, and returns the result

@@ -41,10 +41,10 @@ class ShardWriter:
 
     Samples become shards in the order in which they are added. A shard contains at most
     `options.shard_bytes` bytes of values at hooks, but at least one sample. If storing or
-    committing a shard fails, later calls raise StorageError or LostError, as in ShardQueue.
+    committing a shard fails, later calls raise StorageError or LostError (see `ShardQueue`).
 
     Args:
-        log_writer: Writer of the folder, which this process must own.
+        log_writer: Writer of the run log in the folder. This process must own the folder.
         hooks: Descriptions of the hooks, by the keys of the hooks in pickles.
         identity: Identity of the run.
         options: Options of the shards, such as their size.
@@ -142,9 +142,10 @@ class ShardWriter:
 
         Args:
             complete: Whether there are no more samples. A repair must replace every missing or bad
-                shard before a good one, even if too few samples are left. So if `complete` is True
-                in a repair, the last samples are stored in the last of the shards that have not
-                been replaced yet, and the others of these shards are stored without samples.
+                shard whose number is smaller than the number of a good shard, even if fewer shards
+                would be enough for the samples. So if `complete` is True in a repair, the samples
+                that are left are stored as the last of these shards, and the shards that are still
+                missing before it are stored without samples.
 
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.

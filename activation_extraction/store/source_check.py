@@ -31,14 +31,14 @@ class SourceCheck:
         self._num_checked_commits = 0
 
     def check(self, samples: Sequence[ShardSample]) -> None:
-        """Checks that the files of a shard's samples have not changed since the run began.
+        """Checks that the data files with a shard's samples have not changed since the run began.
 
         Args:
             samples: Samples of the shard that will be committed next.
 
         Raises:
-            StorageError: If a file has changed. The message names the shards that were committed
-                since the last check that found no change.
+            StorageError: If a data file has changed. The message names the shards that were
+                committed since the last check that found no change.
         """
         if self._sources is not None:
             row_positions_of_samples = [sample.facts.row for sample in samples]

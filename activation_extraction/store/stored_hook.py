@@ -94,8 +94,9 @@ class Tolerance:
         relative_computation_error: Largest relative error of computing the values again.
         relative_rounding_error: Largest relative error of rounding activations to the dtype in
             which they are stored.
-        max_fraction_of_differences: Largest fraction of a sample's integers, or of its active
-            features, that may differ, from 0 to 1.
+        max_fraction_of_differences: At a hook with integers, such as the numbers of experts, the
+            largest fraction of a sample's values that may differ, from 0 to 1. At a hook with
+            codes, the same for the active features.
     """
 
     relative_computation_error: float
@@ -114,12 +115,13 @@ class Tolerance:
     def max_different_numbers(self, compared_count: int) -> int:
         """Returns how many stored integers or features of a sample may differ from recomputed ones.
 
-        This is the fraction `max_fraction_of_differences` of the compared numbers. It is at least
-        TIE (2): if, for example, the router's scores of two experts are nearly equal, a small error
-        can reverse their order, and then two integers differ.
+        The result is `max_fraction_of_differences` times `compared_count`, but at least TIE (2),
+        because a tie changes two numbers. For example, if the router's scores of two experts are
+        nearly equal, a small error can reverse their order, and then two integers differ.
 
         Args:
-            compared_count: Number of integers or features that are compared.
+            compared_count: Number of integers that are compared, or of features at a hook with
+                codes.
         """
         return max(int(self.max_fraction_of_differences * compared_count), TIE)
 
@@ -212,8 +214,9 @@ class StoredHook(ABC):
             rows: Values of the sample as an array with one row per stored token.
 
         Returns:
-            The values in the stored form. If they are stored as float8 (see `values_are_float8`),
-            `rows` unchanged instead, which `encode` converts to the stored form later.
+            An array in the stored dtype for dense values, or `Codes` for codes. If the values are
+            stored as float8 (see `values_are_float8`), `rows` unchanged, which `encode` converts
+            later.
         """
         return rows
 
@@ -253,8 +256,8 @@ class StoredHook(ABC):
     def sums(self, samples: Sequence[Any], positions: Sequence[np.ndarray]) -> Sums | SumsOfCodes:
         """Returns sums over all tokens of some samples, from which statistics are computed.
 
-        Each field of the result contains a sum over the first tokens of samples (position 0), which
-        are often attention sinks, and then a sum over all other tokens.
+        Each sum has two items: for the first tokens of samples (position 0), which are often
+        attention sinks, and for all other tokens.
 
         Args:
             samples: Values of each sample, as `encode` returns them; at least one sample.
@@ -262,10 +265,10 @@ class StoredHook(ABC):
                 tokens from the others.
 
         Returns:
-            `Sums` for arrays: number of tokens, sum of their norms, and sums of the values and of
-            the squared values in each dimension. `SumsOfCodes` for codes: number of tokens and of
-            active features, and sums of the squared norms of the activations and of the errors of
-            reconstruction. store/statistics.py declares both classes.
+            `Sums` for arrays: number of tokens, sum of their norms, sums of the values and of the
+            squared values in each dimension, and the largest norm. `SumsOfCodes` for codes: number
+            of tokens and of active features, and sums of the squared norms of the activations and
+            of the errors of reconstruction. store/statistics.py declares both classes.
         """
 
     def to_json(self, values: Any) -> dict[str, Any]:
@@ -860,8 +863,8 @@ def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
     """Divides the samples of a shard into slices. A thread processes one slice at a time.
 
     Args:
-        samples: Values of each sample at one hook: arrays or codes, encoded or not, whose attribute
-            `nbytes` is their size in bytes.
+        samples: Values of each sample at one hook: NumPy arrays, `Float8Array` or `Codes`. Their
+            attribute `nbytes` is their size in bytes.
 
     Yields:
         Slices of consecutive samples whose values have about SLICE_BYTES bytes together.

@@ -50,7 +50,8 @@ class Worker:
         """Returns the number of a sample among this worker's samples, counted from 0.
 
         Args:
-            sample_idx: `sample_idx` of the sample, which must belong to this worker.
+            sample_idx: Number of the sample among all samples of the run. The sample must belong to
+                this worker.
         """
         return (sample_idx - self.sample_idx(0)) // self.stride
 

@@ -270,8 +270,9 @@ class ChatTemplate:
         tokenizer: The tokenizer, an object of transformers.
         jinja_source_by_template_name: Jinja source of each template by its name. The names are
             "default", "tool_use" (for conversations with tools), or both.
-        template_flag_phrase: Flag that names the file of the templates, or their model or adapter,
-            and the value of this flag, such as "--chat_template x.jinja". Messages contain both.
+        template_flag_phrase: The flag from which the templates come, with its value, for messages,
+            such as "--chat_template x.jinja". The value names a file with a template, a model or an
+            adapter.
         value_by_argument: Values of --chat_template_args by name, which are variables of the
             templates besides messages and tools.
     """
@@ -406,7 +407,7 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the templates and their arguments, in hexadecimal."""
+        """The SHA-256 of the templates and of --chat_template_args, in hexadecimal."""
         first_template_source, *other_template_sources = self.jinja_source_by_template_name.values()
         templates_json = json.dumps(
             [first_template_source, dict(self.value_by_argument), *other_template_sources],

@@ -327,8 +327,9 @@ def _is_hidden(path: str, root: str) -> bool:
     """Returns whether a file is hidden: a name in its path below the root begins with . or _.
 
     Unfinished files of Spark, backups of editors, and logs of tables have such names. Such
-    a name is ignored if a part of the root or of the glob begins with the same character and
-    matches the name: the glob `data/_old/*` finds the files in `_old`.
+    a name does not hide a file if the user has asked for it: if a part of the root or of the glob
+    begins with the same character and matches the name. For example, the glob `data/_old/*` finds
+    the files in `_old`.
 
     Args:
         path: The path of the file in the file system.
