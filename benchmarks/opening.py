@@ -76,7 +76,7 @@ def store_host(root: Path, num_shards: int, num_hosts: int, host_number: int) ->
     """Stores the shards of one host, unless they are stored already.
 
     Args:
-        root: Local folder that the bucket serves.
+        root: Local folder that the server of bucket_server.py serves as a bucket.
         num_shards: Number of shards of the host, each with one sample.
         num_hosts: Number of hosts of the run.
         host_number: Number of the host, from 0.
@@ -150,7 +150,7 @@ def measure(
 
     Args:
         action: Function to measure. It takes the URL of the run and the number of hosts.
-        root: Local folder that the bucket serves.
+        root: Local folder that the server of bucket_server.py serves as a bucket.
         num_hosts: Number of hosts of the run.
         latency: Milliseconds before each answer.
 

@@ -1,7 +1,8 @@
 """Shows the progress of a run to the user, measures its time, and stops it on signals.
 
-`Progress` is a bar on a terminal, and otherwise lines in the log. It also makes the metrics, which
-the caller stores. `Clock` measures how long a thread spends on each activity.
+`Progress` shows a bar on a terminal; without a terminal, it writes lines to the log. It also
+computes the metrics of the run, such as tokens per second, which the caller stores. `Clock`
+measures how long a thread spends on each activity.
 """
 
 import logging

@@ -630,8 +630,8 @@ class OutputOptions:
         help_group=UPLOAD,
     )
     upload_timeout: int = number(
-        "how long an upload may take, with all its attempts, before the run stops. The time in "
-        "which bytes are being sent is not counted, but at most 8 s for each MB are left out",
+        "how long an upload may take, with all its attempts, before the run stops. Time that "
+        "is spent on sending bytes is not counted, up to 8 s for each MB",
         300,
         unit=" s",
         metavar="SECONDS",

@@ -79,10 +79,10 @@ class _CompleteInstructions:
         self._numbered_instructions = enumerate(pickletools.genops(pickle_file))
 
     def read(self, size: int) -> bytes:
-        """Checks the next instructions of the pickle, and returns their bytes.
+        """Returns the next bytes of the pickle, whose instructions have been checked.
 
         Args:
-            size: The number of bytes. Fewer bytes are returned at the end of the pickle.
+            size: The number of bytes to return. Fewer bytes are returned at the end of the pickle.
 
         Raises:
             ValueError: If one of these instructions is unknown or incomplete, or if it stores an

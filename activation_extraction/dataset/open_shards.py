@@ -77,8 +77,9 @@ def as_os_errors() -> Iterator[None]:
 def _max_open_files() -> int:
     """Returns how many local files a dataset may keep open.
 
-    A file stays open as long as it is mapped into memory. On macOS, a process may open 256 files by
-    default.
+    A file stays open as long as it is mapped into memory. The number is a fraction
+    (OPEN_FILES_FRACTION) of the number of files that the process may open, which is only 256 on
+    macOS by default, but at most MAX_OPEN_SHARDS.
     """
     open_files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if open_files_limit == resource.RLIM_INFINITY:

@@ -375,7 +375,8 @@ def aligned_reader(
 
     Returns:
         A function that takes a chunk of the first run (consecutive tokens of a shard), and returns
-        a tuple with a block for each run. Item i of the blocks' `wanted_token_indices` refers to
+        a tuple with a `Block` for each run: tokens with their activations, and the indices of the
+        wanted tokens among them. Item i of the blocks' `wanted_token_indices` refers to
         the same token in all blocks, and this token passes the filters of all runs.
     """
     first_token_source, *other_token_sources = token_sources
@@ -630,9 +631,8 @@ def _row_table(dataset: "ActivationDataset", index_column: str) -> pyarrow.Table
 
     Returns:
         A table with a row for each sample whose position `row` (see SampleActivations) is stored.
-        The column "row" contains this position as JSON. If a document is cut into pieces, each
-        piece has another position. The column `index_column` contains the index of the sample in
-        the run, int64.
+        The column "row" contains this position as JSON. The pieces of a document have different
+        positions. The column `index_column` contains the index of the sample in the run, int64.
 
     Raises:
         ValueError: If two samples of the run have the same position.

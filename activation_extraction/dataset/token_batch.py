@@ -90,7 +90,7 @@ class ByHook(dict[str, T]):
 
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the canonical name of each hook by each of the hook's other names.
+    """Returns a dict from the other names of hooks to their canonical names.
 
     Args:
         hooks: The list "hooks" of metadata.json, with a dict for each hook. The keys "aliases",

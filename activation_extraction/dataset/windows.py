@@ -267,8 +267,8 @@ def _may_stay_in_memory(block: Block) -> bool:
     """Returns whether a window may use the arrays of a block as they were read.
 
     Otherwise, the wanted tokens of the block are copied, so that the memory of the block can be
-    released. A block may stay in memory if its wanted tokens are large (MIN_HELD_BYTES), and if
-    they are most of its tokens (MIN_WANTED_FRACTION).
+    released. A block may stay in memory if its wanted tokens have at least MIN_HELD_BYTES bytes
+    in its largest array, and are at least the fraction MIN_WANTED_FRACTION of all its tokens.
     """
     num_wanted_tokens = len(block.wanted_token_indices)
     wanted_bytes_in_largest_array = num_wanted_tokens * max(

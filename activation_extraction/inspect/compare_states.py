@@ -129,7 +129,7 @@ class HookMatch(NamedTuple):
     num_tokens_with_other_experts: int
 
     def within(self, limits: Limits) -> bool:
-        """Returns whether the row's and the tokens' errors are small enough to come from rounding.
+        """Returns whether rounding may explain the error of the row and the errors of its tokens.
 
         Args:
             limits: Largest errors that rounding explains.

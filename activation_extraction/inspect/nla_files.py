@@ -102,9 +102,9 @@ def _token_ids(
             `read_samples_again` is None if the run stores all token ids.
 
     Yields:
-        A tuple of the number of the sample and its token ids, int32 (tokens,). A sample of which
-        the run stores no tokens may be yielded with an empty array instead of its token ids. Such a
-        sample is not yielded if it cannot be read again.
+        A tuple of the number of the sample and its token ids, int32 (tokens,). If the run stores no
+        tokens of a sample, its token ids are not needed: the array may be empty, and the sample is
+        left out if it cannot be read again.
 
     Raises:
         RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
@@ -292,10 +292,11 @@ def _begins_document(row: Mapping[str, Any] | None) -> bool:
 def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, Any]:
     """Returns the content of the YAML file that describes the Parquet file.
 
-    The pipeline of natural language autoencoders reads the files. Its `merge_base` merges files if
-    their models, layers, corpora and positions_per_doc are equal. So positions_per_doc must depend
-    only on the settings of the run. It is the number of tokens that --positions keeps of a sample
-    with --max_seq_length tokens, or the mean number if the choice is random.
+    The pipeline that trains natural language autoencoders reads both files. Its script `merge_base`
+    merges the Parquet files of several runs if the YAML files contain the same model, layer, corpus
+    and positions_per_doc. positions_per_doc is the number of tokens that --positions keeps of a
+    sample with --max_seq_length tokens, or the mean number if the choice is random. So it depends
+    only on the settings of the run.
 
     Args:
         dataset: The run.

@@ -544,7 +544,7 @@ def _add_fetched(
     Each step of the kernel's grid fetches the rows of its own token block. It adds up the rows of
     each token of the previous step's token block, whose rows have arrived meanwhile. A token block
     is TOKENS consecutive tokens, and a row is the result of one of a token's experts for this
-    token.
+    token. The rows lie in tiles: a tile consists of ROWS rows of one expert, with padding.
 
     Letters: n' rows of all tiles, X experts of a token.
 

@@ -279,7 +279,7 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         program: The forward pass to compile, with the hooks that are stored and the autoencoders.
         params: A tuple of the model's weights and the list of each autoencoder's weights. Only
             their shapes and shardings matter.
-        options: Options of the compiler, besides the options of every run.
+        options: Options of the compiler, in addition to the options that all runs use.
 
     Returns:
         The compiled program, a function of (params, token ids, segment ids, positions, votes). The
@@ -323,14 +323,14 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
 
 
 def compile_unloaded(program: Program, **options: Any) -> Any:
-    """Compiles the program of a run without reading its weights.
+    """Compiles the program of a run without reading the model's weights.
 
     The compiled program tells, for example, how much memory a step takes. All hosts must call this
     function together.
 
     Args:
         program: The program.
-        options: Options of the compiler, besides the options of every run.
+        options: Options of the compiler, in addition to the options that all runs use.
 
     Returns:
         The compiled program, an object of JAX. It is a function that takes weights and a batch, and

@@ -499,10 +499,11 @@ def _layer_type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         config: The configuration of the model.
 
     Returns:
-        Layer selector -> words in the types of its layers (see `ModelConfig.layer_types`). For
-        example, SHARED -> ("sparse",) means that the layers whose type contains the word "sparse"
-        have a shared expert. An empty tuple means all layers. A selector that is not a key has no
-        layers in this model.
+        Layer selector -> words. The selector stands for the layers whose type (see
+        `ModelConfig.layer_types`) contains any of the words. For example, SHARED -> ("sparse",)
+        means that the layers whose type contains the word "sparse" have a shared expert. An empty
+        tuple stands for all layers. The dict does not contain selectors without layers in this
+        model.
     """
     delta_config, experts_config = config.delta, config.experts
     layer_type_words_of_attention = () if delta_config is None else (ATTENTION,)

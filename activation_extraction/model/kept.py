@@ -191,8 +191,8 @@ def _block_plans(
             slice of its tokens in these rows.
 
     Yields:
-        The plan of a block. It contains the indices of the block's tokens on the devices and in the
-        block, and their numbers among all kept tokens of the host (see `_BlockPlan`).
+        The plan of a block. It contains three indices of each of the block's tokens: on the token's
+        device, in the block, and among all kept tokens of the host (see `_BlockPlan`).
     """
     kept_token_numbers_of_rows = np.cumsum(kept_mask).reshape(kept_mask.shape) - 1
     kept_token_indices_of_devices = [

@@ -4,7 +4,8 @@ The model and the step only name logical axes of arrays, such as "batch" and "he
 logical axis to axes of the mesh, and axes that the mesh lacks are ignored. Users name the mesh axes
 pipeline, data, fsdp, expert and model. The user's `model` is two axes of JAX's mesh: `model`, along
 which attention heads are split, and `query`, along which the queries of a row are split if there
-are more devices than key/value heads. Other arrays are split along both of these axes.
+are more devices than key/value heads. Everything else that the user's `model` splits, such as the
+width of an MLP, is split along both axes.
 
 mesh_choice.py chooses the mesh of a run. host_rows.py splits rows and activations between hosts.
 

@@ -97,8 +97,8 @@ class DataFiles:
                 record of files, for example in a new run, the files keep their order and sizes.
 
         Raises:
-            InputError: If a file is missing, was added after the run began, has changed in another
-                way than a local text file that has grown, or is local and cannot be read. The
+            InputError: If a file is missing, was added after the run began, or differs from its
+                record (a local text file may have grown), or if a local file cannot be read. The
                 message names the file. The error is also raised if the hosts have recorded
                 different files.
         """

@@ -2,8 +2,9 @@
 
 obstore finds the credentials (Google's application default credentials or service account, the
 AWS_* and AZURE_* variables, or the machine's own), and repeats reads that fail. Writes and
-deletions are sent only once. After a lost answer, a second conditional write could not be told from
-the write of another process, and a second deletion may arrive late.
+deletions are sent only once. If the answer to a conditional write is lost, a second attempt may be
+refused because the first one has succeeded, and this cannot be told from a write of another
+process. A second deletion may arrive late, and delete a file that was written in the meantime.
 
 The version of an object is its ETag, which all answers and listings contain. Writes to Google are
 conditional on the generation of the object instead (`GoogleVersion`). An exception of obstore
@@ -70,7 +71,7 @@ class Bucket:
     """A folder in a bucket.
 
     The methods do the same as the methods of `LocalFolder` (local_files.py), whose docstrings
-    describe them, but raise only FolderError.
+    describe them. But they raise FolderError where those raise another OSError.
 
     Args:
         url: URL of the folder, such as "gs://bucket/folder".

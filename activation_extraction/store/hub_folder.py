@@ -95,8 +95,8 @@ class HubFolder:
     def pin(self) -> None:
         """Replaces the revision of this folder by the git commit to which it points now.
 
-        All files are then read from this git commit, which one request determines. If the revision
-        is the id of a git commit already, nothing is done.
+        A single request determines this git commit, and all files are then read from it. If the
+        revision is the id of a git commit already, nothing is done.
 
         Raises:
             FolderError: If the request failed. The attribute `is_permanent` of this error is True

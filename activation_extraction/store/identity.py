@@ -133,7 +133,7 @@ class Identity:
     worker: Worker = Worker()
 
     def __post_init__(self) -> None:
-        """Sets flags that do not decide the content of shards to their defaults."""
+        """Replaces the values of all flags that have no effect on shards by their defaults."""
         for options_field_name in ("text", "storage"):
             text_or_storage_options = getattr(self, options_field_name)
             object.__setattr__(
@@ -212,7 +212,7 @@ class Identity:
 
         Args:
             description: JSON object about the hook, from the list "hooks" in the JSON of a shard or
-                in metadata.json, or the fields of both objects in one dict.
+                in metadata.json, or a dict with the fields of both of these objects.
 
         Raises:
             ValueError: If the width is not recorded, or the dtype is unknown.

@@ -287,9 +287,9 @@ class RepairPlanner:
             run: Id of the run that is repaired.
 
         Raises:
-            InputError: If the folder contains another run, or if the run's shards were uploaded to
-                a bucket. Also if another version of this program wrote a file: this version cannot
-                read the file, but that does not mean that the file is damaged.
+            InputError: If the folder contains another run, if the run's shards were uploaded to a
+                bucket, so that they must be repaired there, or if another version of this program
+                wrote a file, because this version cannot tell whether such a file is damaged.
         """
         for damage_message in run_log.message_by_damaged_file.values():
             if OTHER_VERSION in damage_message:

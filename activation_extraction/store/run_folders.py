@@ -104,11 +104,15 @@ def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
 
 
 def folder_name(worker: Worker, in_bucket: bool) -> str:
-    """Returns the name of a worker's folder; "" if its files are in the output folder itself.
+    """Returns the name of a worker's folder.
 
     Args:
         worker: Worker that stores its files in the folder.
         in_bucket: Whether the output folder is in a bucket.
+
+    Returns:
+        The name in the output folder. "" for the only worker of a run if the output folder is not
+        in a bucket, because its files are then in the output folder itself.
     """
     if worker.num_hosts > 1 or in_bucket or worker.num_machines > 1:
         return HostFolder.of(worker.machine_number, worker.host_number, worker.num_hosts).name
@@ -360,7 +364,8 @@ class RunFolders:
         run stores no files in it.
 
         Args:
-            overwrite: Whether --overwrite was given. It replaces only the folders of this run.
+            overwrite: Whether --overwrite was given. It replaces only the folders of this run, so
+                stale folders are refused nevertheless, with another message.
 
         Raises:
             InputError: If there is a stale folder.

@@ -89,9 +89,9 @@ class Shard:
             threads: Threads that encode.
 
         Returns:
-            A tuple of the shard, whose values are ready to be written (in the stored form), and the
-            encoding errors by the key of the hook. The errors are an empty dict at a hook whose
-            values are not encoded.
+            A tuple of the shard, whose values are ready to be written (in the stored form), and a
+            dict with the errors of encoding: key of a hook -> kind of token -> relative errors. The
+            inner dict is empty for a hook whose values are not encoded.
         """
         encoded_values_by_hook_key: dict[HookKey, list[Any]] = {}
         errors_by_hook_key: dict[HookKey, ErrorByTokenKind] = {}

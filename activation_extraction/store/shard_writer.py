@@ -99,7 +99,7 @@ class ShardWriter:
         self._pending_bytes = 0  # bytes of the values of `_pending_samples`
 
     def take(self, batch_bytes: int) -> None:
-        """Counts the memory that storing a batch needs, and waits while too much memory is in use.
+        """Reserves the memory for storing a batch, and waits while too much memory is reserved.
 
         This must be called before the samples of the batch are added.
 

@@ -450,7 +450,7 @@ class DimensionStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class HookStatistics(Statistics):
-    """Statistics of a hook over all stored tokens of a run, as a whole and of every dimension.
+    """Statistics of a hook over all stored tokens of a run: of all values and of every dimension.
 
     `mean`, `variance`, `all_tokens` and `without_first_token` are computed from files in which each
     shard stores sums over its tokens (shard_0001.npz, for example). The files are read when one of

@@ -75,9 +75,9 @@ def pack(
         otherwise None.
 
     Raises:
-        ChangedDataError: If the data set has changed. Batches do not contain the samples that were
-            read before the error in the same group.
-        RunError: If reading fails. Batches contain all samples that were read before the error.
+        ChangedDataError: If the data set has changed. The samples of the last group, which was not
+            complete at the error, are not yielded.
+        RunError: If reading fails. All samples that were read before the error are yielded first.
     """
     read_error: RunError | None = None
     mark_at_end_of_samples: Mark | None = None

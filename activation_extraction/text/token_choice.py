@@ -19,10 +19,10 @@ from activation_extraction.common.positions import Positions
 class TokenChoice:
     """Chooses the tokens whose activations are stored.
 
-    The choice has two steps. For a document, `eligible` determines the tokens to which the rule of
-    --positions applies. For each sample of the document, `kept` applies the rule to these tokens,
-    and then leaves out the token ids that are never kept. So the rule counts these token ids like
-    other tokens.
+    The choice has two steps. For a document, `eligible` selects the tokens that have one of the
+    requested roles. For each sample of the document, `kept` applies the rule of --positions to
+    these tokens, and then leaves out the token ids that are never kept. So the rule counts these
+    token ids like other tokens.
 
     Attributes:
         position_rule: The rule of --positions.
@@ -55,12 +55,12 @@ class TokenChoice:
         storable_token_mask: np.ndarray | None,
         token_labels_by_name: Mapping[str, np.ndarray],
     ) -> np.ndarray:
-        """Returns a mask of the tokens of a document to which the rule of --positions applies.
+        """Returns a mask of the tokens of a document among which the rule of --positions chooses.
 
-        These are the tokens whose activations may be stored. If `self.roles` is not empty, only
-        tokens with one of these roles are selected. If the rule is `last_of_turn`, only the last
-        such token of each turn is selected. Turns are those of the whole document. So if a sample
-        ends before the selected token of a turn, the sample keeps no token of this turn.
+        These are the tokens whose activations may be stored. If `self.roles` is not empty, they are
+        only the tokens with one of these roles. The rule `last_of_turn` is applied here already: it
+        leaves only the last such token of each turn. Turns are those of the whole document. So if a
+        sample ends before the selected token of a turn, the sample keeps no token of this turn.
 
         Args:
             num_tokens: The number of tokens of the document.
@@ -73,7 +73,7 @@ class TokenChoice:
                 labels.
 
         Returns:
-            The mask of the selected tokens, bool (num_tokens,).
+            The mask, bool (num_tokens,).
         """
         if storable_token_mask is None:
             eligible_token_mask = np.ones(num_tokens, bool)
