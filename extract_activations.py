@@ -444,7 +444,7 @@ def show_hooks(config: Config) -> int:
 
 
 def recompute_some(config: Config) -> int:
-    """Verifies a stored run, or another program's hidden states, and recomputes some samples.
+    """Verifies a stored run, or another program's hidden states, by recomputing some samples.
 
     Args:
         config: The configuration.
@@ -453,8 +453,8 @@ def recompute_some(config: Config) -> int:
         The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
-        InputError: If there is neither a run nor hidden states of another program, if the run has
-            used another model or other data, or if the hidden states do not fit the model.
+        InputError: If there is neither a run nor hidden states of another program, if the model
+            or the data differ from those of the run, or if the hidden states do not fit the model.
     """
     use_compilation_cache(
         config.computing_options.compilation_cache,

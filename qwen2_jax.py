@@ -101,9 +101,9 @@ class Embedding(nn.Module):
         return constrain(from_bits(embedding_vectors), *STREAM)
 
     def table(self) -> Array:
-        """Returns the vectors of all tokens of the vocabulary.
+        """Returns the embedding vectors of all tokens of the vocabulary.
 
-        Letters: V vocabulary.
+        Letters: V vocabulary, D width of the residual stream.
 
         Returns:
             The vectors, (V, D). On CPUs, bfloat16 vectors are uint16 arrays of the same bits.

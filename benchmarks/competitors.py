@@ -165,7 +165,7 @@ def layer_of(hook_name: str) -> int:
 
 
 def is_expert_hook(hook_name: str) -> bool:
-    """Returns whether a hook stores the numbers of the tokens' experts, not the residual stream."""
+    """Returns whether a hook stores the expert numbers of each token, not the residual stream."""
     return hook_name.endswith("mlp.hook_expert_indices")
 
 

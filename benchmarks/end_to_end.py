@@ -13,16 +13,16 @@ The program prints a table with a line for each contender, then one JSON object 
 
 A contender's tokens per second are measured from the end of loading and compiling until the last
 shard is on the disk. Padding is not counted as tokens, and computing it is not counted as
-operations. The competitors take minutes. Therefore, without --whole, they compute only one of
-several batches, and write only one of several of the computed documents. Their time per token is
-then the measured time of computing per computed token, plus the measured time of writing per
-written token, because they do one after the other.
+operations. The competitors take minutes. Therefore, without --whole, they compute only every fourth
+batch, and "padded" writes only every eighth of the computed documents. Their time per token is then
+the measured time of computing per computed token, plus the measured time of writing per written
+token, because they do one after the other.
 
 In a model with experts, all contenders also store the numbers of the experts to which tokens are
 routed. Some columns of the table need an explanation:
 
 compute    the speed of computing without storing
-of peak    the speed as a fraction of the fastest matrix product
+of peak    the operations per second, as a fraction of those of the fastest matrix product
 deviation  the largest difference between an activation and the first contender's activation in the
            same dtype, divided by the root mean square of the first contender's activations. It is
            measured for tokens that both contenders route to the same experts (see agreement.py)
@@ -188,9 +188,10 @@ class BenchmarkInputs:
         return extraction_flags
 
     def selection_ratios_of(self, contender_name: str) -> SelectionRatios:
-        """Returns how many of the documents a contender computes and writes.
+        """Returns which parts of the documents a contender computes and writes.
 
-        With --whole, every contender computes and writes all documents.
+        With --whole, every contender computes and writes all documents. Otherwise,
+        SELECTION_RATIOS_BY_CONTENDER contains the parts.
 
         Args:
             contender_name: The name of the contender (a measured program): "ours" for this tool, or

@@ -46,7 +46,7 @@ def _shape(
 
 
 def evenly_spaced(count: int, depth: int) -> list[int]:
-    """Returns the numbers of evenly spaced layers in ascending order, ending with the last layer.
+    """Returns the indices of evenly spaced layers in ascending order, up to `depth` - 1.
 
     Args:
         count: The number of layers to choose. If it is `depth` or more, all layers are chosen.

@@ -171,7 +171,7 @@ def _cpu_seconds_of_other_processes() -> float:
     minus the time of this process's ended children.
 
     Returns:
-        The processor time in seconds since the machine was started.
+        The processor time in seconds since the computer was started.
     """
     all_cores_line = Path("/proc/stat").read_text().split("\n")[0]
     # Clock ticks of all cores in eight states: user, nice, system, idle, iowait, irq, softirq,

@@ -1,8 +1,10 @@
 """Computes the cost of a step on each TPU from the compiled program, without running it.
 
-The cost shows how fast a run could be at best on TPUs that are not at hand. `read_step` sums the
-bytes that program_text.py counts in the compiled text, and computes the number of floating-point
-operations that the model needs. `times_of` divides both by the peak rates of a chip.
+The cost shows how fast a run could be at best on TPUs that are not at hand. It consists of the
+bytes that a TPU reads and writes in its memory, the bytes that it sends to others, and its
+floating-point operations. `read_step` sums the bytes that program_text.py counts in the compiled
+text, and computes the number of floating-point operations that the model needs. `times_of` divides
+both by the peak rates of a chip.
 """
 
 import math

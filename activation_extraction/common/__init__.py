@@ -1,7 +1,7 @@
 """Contains modules that all other packages may use, such as errors, the log and file formats.
 
     errors.py           the errors of this program, and their exit statuses
-    log.py              the log, and what each thread is doing
+    log.py              the log, and a record of what each thread is doing
     visible.py          removes secrets and control characters from text before it is printed
     retries.py          rewords the log lines of libraries about requests that they retry
     interrupts.py       ends the process on Ctrl-C

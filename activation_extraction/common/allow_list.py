@@ -102,10 +102,11 @@ class _CompleteInstructions:
     def readline(self) -> bytes:
         """Returns the next line of the pickle; b"" at the end of the pickle.
 
-        The unpickler only reads a line if it is an argument of an instruction.
+        The unpickler calls this method if an argument of an instruction is a line. The instruction
+        is checked as in `read`.
 
         Raises:
-            ValueError: If an instruction is invalid, under the same conditions as in `read`.
+            ValueError: If the instruction is refused, for the same reasons as in `read`.
         """
         return (
             self._recorded_stream.pending_blocks.popleft() if self._ensure_checked_bytes() else b""

@@ -2,7 +2,8 @@
 
 The activation x of a token, a vector, is stored as one scale in float32, max|x| / 448, and the
 values x / scale, rounded to e4m3 (`float8_e4m3fn`, whose largest number is 448;
-https://arxiv.org/abs/2209.05433). A scale is always positive, so that zeros stay zeros. If an
+https://arxiv.org/abs/2209.05433). The scale of an activation of
+zeros is a positive number instead of 0, so that the zeros stay zeros. If an
 activation contains NaN or infinity, all of its values decode to NaN.
 
 store/stored_hook.py writes the scales and values to files, and reads them.

@@ -574,7 +574,8 @@ def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
         values_of_runs: For each run, a mapping from the names of its hooks to values of any type.
 
     Returns:
-        A mapping with the hooks and aliases of all runs.
+        A mapping from the names of the hooks of all runs to their values. It also accepts the other
+        names of hooks (aliases) that the runs record.
 
     Raises:
         ValueError: If two runs have a hook of the same name.

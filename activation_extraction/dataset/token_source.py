@@ -405,7 +405,7 @@ class TokenSource:
     def _begin_activations(
         self, shard_index: int, token_ranges: Sequence[tuple[int, int]]
     ) -> Callable[[], ByHook[np.ndarray]]:
-        """Begins to read the activations of ranges of tokens, at the hooks of the options.
+        """Begins to read the activations of ranges of tokens at the hooks that `options` selects.
 
         Args:
             shard_index: Index of the shard among the shards of the run, from 0.

@@ -237,7 +237,7 @@ class Windows:
         )
 
     def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:
-        """Returns the blocks of a chunk, and lets threads read the chunks after it.
+        """Returns the tokens of a chunk, and lets threads read the chunks after it.
 
         If several runs are read side by side, the same chunk is read from each of them.
 
@@ -246,7 +246,7 @@ class Windows:
             thread_pool: Pool of the threads that read chunks.
 
         Returns:
-            A block for each run.
+            A block for each run, which contains the tokens of the chunk in this run.
 
         Raises:
             RuntimeError: If the program ends, so that the pool accepts no more work. The window is

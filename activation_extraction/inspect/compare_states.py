@@ -251,7 +251,7 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
 
 
 class Alignment(NamedTuple):
-    """Stored states in a layer of a file that match the computed states of one sample at one hook.
+    """A match of stored states in a layer of a file with computed states of a sample at a hook.
 
     A layer of a file is one of its arrays of hidden states. The stored states may belong to another
     sample, hook or token than expected. The alignments of the layer show to which.
@@ -260,8 +260,8 @@ class Alignment(NamedTuple):
         row_number_of_sample: Number, in the other program's data set, of the row whose sample was
             computed. It may be another row than the row whose file contains the layer.
         hook_name: Name of the hook at which the states were computed.
-        token_offset_from_state: Index of a token in the sample minus the index of the stored state
-            with which the computed state of this token is compared.
+        token_offset_from_state: Offset from the index of a stored state to the index of the token
+            in the sample whose computed state it is compared with.
         matching_state_mask: Whether each stored state of the layer matches the computed state with
             which it is compared, bool (states,).
     """

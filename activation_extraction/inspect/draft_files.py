@@ -275,7 +275,8 @@ class SpeculatorsFormat(DraftFormat):
         `ExportFormat.write` documents the arguments and the result.
 
         Raises:
-            RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
+            RunError: If the column `loss_mask` of the data set does not contain a 0 or 1 for each
+                token of a sample.
         """
         import datasets
         from safetensors.numpy import save
@@ -402,7 +403,8 @@ class SpecForgeFormat(DraftFormat):
         `ExportFormat.write` documents the arguments and the result.
 
         Raises:
-            RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
+            RunError: If the column `loss_mask` of the data set does not contain a 0 or 1 for each
+                token of a sample.
         """
         import torch
 

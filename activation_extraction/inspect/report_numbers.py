@@ -76,10 +76,10 @@ class TokenSelection:
 
     @cached_property
     def position_ranges(self) -> dict[int, np.ndarray]:
-        """The indices of the tokens in each range of positions: 0, 1, 2, 3, 4–7, 8–15 and so on.
+        """The tokens in each range of positions: 0, 1, 2, 3, 4–7, 8–15 and so on.
 
-        The keys are the first positions of the ranges. The values are indices of `positions`.
-        Ranges without tokens are left out.
+        A dict: first position of a range -> indices, into the array `positions`, of the tokens
+        whose position is in the range. Ranges without tokens are left out.
         """
         first_positions_of_ranges = np.array(
             [0, 1, 2, 3, *(2**exponent for exponent in range(2, 31))]
@@ -126,11 +126,11 @@ class TokenSelection:
 def select_tokens(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSelection:
     """Reads some samples of a run, from shards that are spread over the whole run.
 
-    From each chosen shard, consecutive samples are read. The choice is random, but is the same in
+    From each chosen shard, a random sequence of consecutive samples is read, which is the same in
     every report on the same run.
 
     Args:
-        dataset: The run, which has tokens.
+        dataset: The run. It must contain at least one token.
         hooks: The names of the hooks at which the tokens' activations are read. They must be hooks
             with activations.
 

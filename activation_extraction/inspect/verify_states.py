@@ -790,7 +790,7 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
 
 
 def _stream_names(depth: int) -> Iterator[str]:
-    """Yields the names of all residual streams of a model, in the order of the computation.
+    """Yields the names of all hooks at the residual stream, in the order of the computation.
 
     Args:
         depth: Number of layers of the model.

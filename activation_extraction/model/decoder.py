@@ -124,7 +124,7 @@ class Decoder:
         return x, rotary_table(positions, self.config), segment_ids, layer_has_window
 
     def stacked(self, params: Any) -> StackedLayers:
-        """Combines the stacked parameters of layers with the mask of layers with a sliding window.
+        """Combines the stacked parameters of layers with a mask: which layers have a window.
 
         The result is the argument `stacked_layers` of `scan`.
 
@@ -133,7 +133,8 @@ class Decoder:
                 arrays determine the number of layers.
 
         Returns:
-            The stacked parameters, unchanged, and the mask.
+            The stacked parameters, unchanged, and the mask, bool (layers,), which tells whether the
+            attention of each layer has a sliding window; None in a model without windows.
         """
         return StackedLayers(params, self.config.sliding(range(self._count(params))))
 

@@ -3,8 +3,8 @@
 There is a row for each pair of a token and one of its experts. A tile consists of at most ROWS rows
 of the same expert, padded to ROWS rows. The rows take this path:
 
-    1. A table is made from the chosen experts (T, X). It sorts the rows by expert, and pads the
-       rows of every expert to whole tiles.
+    1. `make_table` assigns the rows to tiles: it sorts the rows by expert, and pads the rows of
+       every expert to whole tiles. The table contains the token and the expert of each row.
     2. The kernel GATED fetches the tokens of a tile from x (T, D), one by one, while it multiplies
        the previous tile. It computes gated = silu(x gate) * (x up), (n', M) bfloat16, in the order
        of the tiles.
@@ -15,8 +15,8 @@ of the same expert, padded to ROWS rows. The rows take this path:
        other devices' experts are not fetched, and count as 0.
 
 The tiles of an expert follow one another, so its weight matrices are read once. They are read
-directly from the stack of all layers, because a kernel knows the layer and each tile's expert
-before it starts. Only tiles with rows are computed. Arrays of rows have the shape
+directly from the stack of the weights of all layers, because a kernel knows the layer and each
+tile's expert before it starts. Only tiles with rows are computed. Arrays of rows have the shape
 (n', D / LANES, LANES), in which the values of a row are contiguous, so that a kernel can fetch a
 row. In an array (n', D), the parts of a row would lie between parts of other rows.
 

@@ -86,8 +86,8 @@ class HostRows:
             array: The rows of this host, (B, ...). All hosts have the same number of rows.
 
         Returns:
-            The rows of all hosts as one array, (rows of all hosts, ...). Each device has the
-            rows of its host.
+            The rows of all hosts as one array, (rows of all hosts, ...). The devices of each host
+            hold the rows of their host.
         """
         shape_of_all_rows = (array.shape[0] * self.num_hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_rows)
@@ -99,8 +99,8 @@ class HostRows:
 
         Args:
             activations_by_width_and_dtype: Width and dtype -> activations at the hooks with this
-                width and dtype, (hooks, rows of all hosts, T, width). Their sharding is the result
-                of the method `outgoing`, with which the devices of each host together have the
+                width and dtype, (hooks, rows of all hosts, T, width). They have the sharding that
+                the method `outgoing` returns: the devices of each host together hold the
                 activations of the host's rows.
 
         Returns:

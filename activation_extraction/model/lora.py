@@ -311,15 +311,16 @@ class LoraAdapter:
         A key is the name of a tensor in the adapter. It usually consists of the path of a module,
         ".lora_" and a suffix, such as "A.weight". A module with fused experts contains two fused
         tensors. If the adapter changes both, the keys for one of them contain the path of the
-        module, and the keys for the other contain this path followed by ".base_layer". They form
-        two groups.
+        module, and the keys for the other contain this path followed by ".base_layer". These two
+        sets of keys are separate groups.
 
         A key without ".lora_" belongs to a tensor that replaces a whole tensor of the base model.
         Such a key is a group of its own, with the name of the replaced tensor in place of the path,
         and with the suffix "".
 
         Returns:
-            Path of a group -> the keys of the group, as a dict: suffix -> key.
+            A dict with the keys of each group, as a dict: suffix -> key. A group is named by the
+            path in its keys, or by the name of the replaced tensor.
 
         Raises:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a

@@ -76,8 +76,9 @@ def no_weights(
 ) -> InputError:
     """Returns the error about a missing weight file.
 
-    If the repository contains other weight files, the error names one of them and tells how to make
-    it readable: the index file must be added, or the weights must be converted to safetensors.
+    If the repository contains other weight files, the error names one of them, and tells what to
+    do: if there are several safetensors files, their index file must be added. Weights in other
+    formats must be converted to safetensors.
 
     Args:
         flag_with_value: The flag and its value, such as `--model_path org/x`.

@@ -151,8 +151,9 @@ class CostModel:
     def needed_memory_bytes(self, layout: Layout) -> float:
         """Returns the bytes of memory that a device needs for the step.
 
-        They include weights, gathered layers, the intermediate activations of a layer, the
-        activations at the hooks, and the weights and codes of autoencoders.
+        They include weights, the weights of layers that are gathered from other devices, the
+        intermediate activations of a layer, the activations at the hooks, and the weights and codes
+        of autoencoders.
 
         Args:
             layout: The layout of the mesh.

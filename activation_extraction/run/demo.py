@@ -135,7 +135,7 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
 
     Args:
         folder: The folder of the model.
-        paragraphs: The paragraphs of the sample text, on which the tokenizer is trained.
+        paragraphs: The paragraphs of the demo text, on which the tokenizer is trained.
     """
     bpe_tokenizer = Tokenizer(models.BPE())
     bpe_tokenizer.normalizer = normalizers.NFC()

@@ -103,7 +103,8 @@ def print_estimate(config: Config) -> int:
         The exit status, 0.
 
     Raises:
-        InputError: If the machine is unknown, or if the run would reject the flags for this model.
+        InputError: If the accelerators are unknown, or if the run would reject the flags for this
+            model.
     """
     check_adapter(config.model_options.lora)
     run_to_estimate = planned_run(config)
@@ -155,16 +156,17 @@ def print_estimate(config: Config) -> int:
 
 
 def planned_run(config: Config) -> PlannedRun:
-    """Returns the run that the flags describe, with the machine that it is planned for.
+    """Returns the run that the flags describe, with the accelerators for which it is planned.
 
     This function reads the model's config.json and the autoencoders. After the call, JAX uses only
     the CPU.
 
     Args:
-        config: The configuration, in which --plan names the machine.
+        config: The configuration, in which --plan names the accelerators, such as "v5e:8x8".
 
     Raises:
-        InputError: If the machine is unknown, or if config.json or an autoencoder cannot be read.
+        InputError: If the accelerators are unknown, or if config.json or an autoencoder cannot be
+            read.
     """
     planned_topology = topology_of(
         config.plan_options.plan or "", config.plan_options.chips_per_host

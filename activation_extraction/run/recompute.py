@@ -135,12 +135,11 @@ def _model_as_stored(
 def _hooks_as_stored(
     options: HookOptions, identity: Identity, metadata: Mapping[str, Any]
 ) -> HookOptions:
-    """Returns the options of the hooks with which samples are recomputed.
-
-    With them, the model computes the values at all hooks that the run stores.
+    """Returns the hook options for recomputing samples at all hooks that the run stores.
 
     Args:
-        options: The options of the hooks that are given to --verify.
+        options: The hook options that were given with --verify, for fields that the run does not
+            determine.
         identity: The identity of the run.
         metadata: The content of metadata.json.
     """

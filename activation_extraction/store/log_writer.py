@@ -130,10 +130,11 @@ class LogWriter:
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
-        """Sets the plan that this process follows from now on.
+        """Sets the plan by which this process stores its shards from now on.
 
         Args:
-            plan: Plan, which lists the shards that earlier processes have stored. The attribute
+            plan: Plan for storing further shards. It also lists the shards that earlier processes
+                have stored. The attribute
                 `totals` is set to the totals over these shards.
         """
         self._storage_plan = plan

@@ -22,7 +22,7 @@ TAIL_BYTES = 4096  # bytes read from the end of metrics.jsonl, enough for a whol
 
 
 class MetricsFile:
-    """The file metrics.jsonl of one host: in its local folder, with a copy in a bucket.
+    """Writes the file metrics.jsonl of one host, and copies it to a bucket.
 
     Args:
         folder: Local folder of the host.
@@ -84,7 +84,8 @@ class MetricsFile:
 def last_metrics(folder: Folder, size: int) -> dict[str, Any]:
     """Returns the numbers in the last complete line of metrics.jsonl, by name.
 
-    The dict is empty if the file has no complete line. The numbers are only shown to the user.
+    The dict is empty if the file has no complete line. The numbers are not checked, because they
+    are only shown to the user.
 
     Args:
         folder: Folder of the host.

@@ -29,8 +29,9 @@ repair writes its id into metadata.json, and then reads the log, before it chang
   is finished by the next repair. All shards of a repair get the mark at which the repair began,
   because all samples before a mark must be stored.
 - *Limits.* --max_samples and --max_tokens do not apply up to the last sample that was ever stored
-  (`StoragePlan.end_of_stored`): a limit must not end the data before samples that are stored
-  already. So a lost sample that a limit had cut is now stored whole.
+  (`StoragePlan.end_of_stored`), because the repair must read all samples up to there. So if
+  --max_tokens had cut the last sample of the run, and this sample was lost, it is stored without
+  the cut.
 
 For example, shards 3 and 5 of the seven of a complete run are damaged:
 
@@ -181,13 +182,13 @@ class Repair:
         when it stores a new shard under this number.
 
         Args:
-            new_metadata: Fields that a process without a repair would write. If the repair has
-                gaps to fill, the status "complete" in these fields means that all of them are
-                filled by now.
+            new_metadata: Fields that a process without a repair would write. If the repair began
+                with gaps, the status "complete" in `new_metadata` means that all gaps are filled by
+                now.
 
         Returns:
-            `new_metadata`, if the repair has no gaps to fill. Otherwise the fields of metadata.json
-            before the repair, with the following changes:
+            `new_metadata`, if there were no gaps when the repair began. Otherwise the fields of
+            metadata.json before the repair, with the following changes:
 
             - "written", "remote", and all fields that metadata.json did not contain before the
               repair, come from `new_metadata`.

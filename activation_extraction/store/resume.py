@@ -84,20 +84,20 @@ class StoragePlan:
         return totals_of_shards
 
     def end_of_stored(self, worker: Worker) -> int:
-        """Returns where the samples of a worker end that were ever stored.
+        """Returns the number after the last sample of a worker that was ever stored.
 
-        The worker's samples are numbered from 0 in the order in which they are read. All samples
-        before a mark were stored, and shards may contain further samples after the last mark.
+        The worker's samples are numbered from 0 in the order in which they are read. When a commit
+        gets a mark, all samples before the mark are stored, and shards may contain further samples
+        after the last mark.
 
         Args:
             worker: Worker that writes to the folder.
 
         Returns:
-            1 plus the largest number of a sample that was ever stored; 0 if there is none. It is
-            the larger of the number of samples before the last mark in `commits`, and 1 plus the
-            largest number of a sample in the shards of `commits`. Some samples with smaller numbers
-            may not be stored: samples are stored in another order than they are read, and shards
-            may have been lost.
+            The larger of two numbers: the number of samples before the last mark in `commits`, and
+            1 plus the largest number of a sample in the shards of `commits`. 0 if nothing was
+            stored. Some samples with smaller numbers may not be stored now, because samples are
+            stored in another order than they are read, and because shards may have been lost.
         """
         last_mark = furthest_mark(self.commits)
         cumulative_sample_counts = [

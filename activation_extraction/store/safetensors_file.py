@@ -102,11 +102,15 @@ class RangeChecksums:
         return Blocks(0, self.front, self.front, self.front_crc32c)
 
     def blocks_of(self, name: str, header_entry: Tensor) -> Blocks | None:
-        """Returns the checksums of a tensor, one for each block of tokens; None without checksums.
+        """Returns the checksums of a tensor, one for each block of tokens.
 
         Args:
             name: Name of the tensor.
             header_entry: Dtype, shape and byte offset of the tensor in the file.
+
+        Returns:
+            The blocks with their checksums. None for a tensor without one row for each token, which
+            has no such checksums.
         """
         if name not in self.crc32c:
             return None

@@ -356,8 +356,7 @@ def _sample_of_tokens(
         settings: The settings by which documents become samples.
         piece_number: The number of the piece in the document, counted from 0; 0 for a whole
             document.
-        token_range: The range of the indices, counted from 0, that the sample's tokens have in the
-            document.
+        token_range: The range of the sample's tokens, as indices of the tokens of the document.
         mark: The mark before the sample.
     """
     token_slice = slice(token_range.start, token_range.stop)

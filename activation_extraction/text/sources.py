@@ -56,9 +56,9 @@ class Rows(Protocol):
 
     @property
     def features(self) -> Any:
-        """The types of the columns, as `datasets` declares them.
+        """The types of the columns, a `Features` object of the library `datasets`.
 
-        None for files, whose values are converted when a row is read.
+        None if the data set consists of files, whose values are converted when a row is read.
         """
 
     def shard(self, num_shards: int, index: int) -> Any:
