@@ -91,7 +91,8 @@ class SelectionRatios(NamedTuple):
 
 
 ALL_DOCUMENTS = SelectionRatios(1, 1)
-# Name of a contender -> how many of the documents it computes and writes without --whole.
+# Name of a contender -> two ratios: it computes one of so many batches, and writes one of so many
+# of the computed documents. With --whole, all contenders have the ratios in ALL_DOCUMENTS.
 SELECTION_RATIOS_BY_CONTENDER = {
     "ours": ALL_DOCUMENTS,
     "alone": SelectionRatios(4, 1),

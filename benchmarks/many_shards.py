@@ -3,17 +3,21 @@
 A run of a thousand shards of 1 GB contains more data than any cache of a reader. The files of all
 shards are hard links to the files of one shard, and only the JSON files differ. So the run takes
 1 GB on the disk and in the page cache. bucket_server.py serves the run, and counts requests and
-bytes. A pass reads `--mb` MB of activations. In shuffled order, the run is divided among so many
-workers that the part of one worker has this size, and this part is read. Its tokens are spread over
-the whole run. Without shuffling, all tokens of a run with fewer shards are read.
+bytes.
+
+A scenario is an order of reading, with or without filters (such as roles) that only some tokens
+pass. A pass reads `--mb` MB of activations. In shuffled order, it reads the part of one of several
+workers. The number of workers is chosen so that the part has this size, and the tokens of the part
+are spread over the whole run. In stored order, it reads all tokens of a run that has fewer shards.
 
 one_pass.py makes a pass and describes the figures. It makes a new dataset for every pass, so every
 shard is opened again. With `--against CHECKOUT`, the reader of another checkout is measured as
 well, and the order of the two readers changes in each round. Figures are medians over the rounds.
-The last line printed is one JSON object with the figures. Some
-scenarios have filters, such as roles, which only some of the tokens pass. The figure `passed` is
-the fraction of the tokens that pass. The reader also downloads the bytes of other tokens if they
-lie between tokens that pass. So it may download more than this fraction of the bytes.
+The figure `passed` is the fraction of the tokens that pass the filters. The reader also downloads
+the bytes of other tokens if they lie between tokens that pass. So it may download more than this
+fraction of the bytes.
+
+The last line printed is one JSON object with the figures.
 """
 
 import argparse

@@ -181,8 +181,8 @@ def null_bucket() -> Iterator[int]:
     The server discards the content of objects above 1 MiB, so the bucket is called a null bucket.
     The server runs in a new process until the context ends.
 
-    This process and the children that it starts later reach the bucket under this name, because an
-    environment variable contains the address of the server.
+    This process and the child processes that it starts later reach the bucket as gs://bucket,
+    because an environment variable contains the address of the server.
 
     Yields:
         The port of the server.

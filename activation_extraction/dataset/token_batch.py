@@ -339,8 +339,8 @@ def copy_wanted_tokens(block: Block, target_indices: np.ndarray, target: TokenBa
     target_slice_or_indices = _as_slice(target_indices)
     for source_values, target_values in zip(block.token_batch.arrays, target.arrays, strict=True):
         has_same_dtype = source_values.dtype == target_values.dtype
-        source_bits = _bits_of(source_values)
-        target_bits_or_values = _bits_of(target_values) if has_same_dtype else target_values
+        source_bit_patterns = _bits_of(source_values)
+        target_bit_patterns_or_values = _bits_of(target_values) if has_same_dtype else target_values
         if (
             has_same_dtype
             and isinstance(target_slice_or_indices, slice)
@@ -348,16 +348,18 @@ def copy_wanted_tokens(block: Block, target_indices: np.ndarray, target: TokenBa
         ):
             # With the default mode="raise", NumPy would buffer `out` and copy all values twice.
             np.take(
-                source_bits,
+                source_bit_patterns,
                 wanted_token_slice_or_indices,
                 axis=0,
-                out=target_bits_or_values[target_slice_or_indices],
+                out=target_bit_patterns_or_values[target_slice_or_indices],
                 mode="clip",
             )
         else:
-            taken_bits = source_bits[wanted_token_slice_or_indices]
-            target_bits_or_values[target_slice_or_indices] = (
-                taken_bits if has_same_dtype else taken_bits.view(source_values.dtype)
+            bit_patterns_of_wanted_tokens = source_bit_patterns[wanted_token_slice_or_indices]
+            target_bit_patterns_or_values[target_slice_or_indices] = (
+                bit_patterns_of_wanted_tokens
+                if has_same_dtype
+                else bit_patterns_of_wanted_tokens.view(source_values.dtype)
             )
 
 

@@ -253,9 +253,10 @@ def _compute_block(
 def _product(equation: str, x: Array, y: Array) -> Array:
     """Computes `einsum` with the precision HIGHEST, as one product of bfloat16 arrays.
 
-    x and y are split into the bfloat16 arrays of which they are the sums. The arrays of x are
-    concatenated along the summed axis, and so are the arrays of y. The smallest products come
-    first, because a sum of small numbers is rounded little.
+    x and y are split into the bfloat16 arrays of which they are the sums. For each pair of an array
+    of x and an array of y whose product is needed, the two arrays are appended to the left and the
+    right operand along the summed axis, so that one product adds up the products of all pairs. The
+    pairs with the smallest products come first, because a sum of small numbers is rounded little.
 
     Args:
         equation: The equation of the einsum, such as "CD,DU->CU". The summed axis must be the first

@@ -486,7 +486,7 @@ def _decays(log_decay: Array, segment_ids: Array) -> tuple[Array, Array]:
             The fraction of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is
                 0 if the token's segment begins in the chunk.
     """
-    segment_ids_of_tokens = segment_ids[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
+    segment_ids_of_tokens = segment_ids[:, :, None, None]  # from (N, B, C, 1) to (N, B, 1, 1, C, 1)
     # The segment of the last token of each chunk, except the last chunk of a row.
     last_segment_ids_of_earlier_chunks = segment_ids_of_tokens[:-1, ..., -1:, :]
     # The segment of the last token before each chunk; -1 before the first chunk.

@@ -114,7 +114,8 @@ def _product(
         interpret: Whether Pallas interprets the kernel, for tests without a GPU.
 
     Returns:
-        The result, (n, M) in the dtype of x. Its rows that have no expert are meaningless.
+        The result, (n, M) in the dtype of x. Rows after the first sum(row_counts) rows belong to no
+        expert, and are meaningless.
     """
     row_count, input_width = x.shape
     output_width = stacks[0].shape[-1]

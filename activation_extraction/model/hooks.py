@@ -274,8 +274,8 @@ class HookTable:
 
     Attributes:
         kinds: The kinds of hooks, in the order in which they are computed.
-        layer_types: The type of each layer of the model. () for a family, in which every layer has
-            the hooks of all kinds.
+        layer_types: The type of each layer of the model. () for a family, whose layers are unknown;
+            every layer is then assumed to have the hooks of all kinds.
         vocabulary_size: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 

@@ -292,7 +292,9 @@ def build_layout(
 
 
 def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
-    """Returns the layout of a mesh without devices.
+    """Returns the layout of an abstract mesh, which has named axes with sizes but no devices.
+
+    With it, the cost of a mesh can be estimated before the devices are arranged.
 
     Args:
         shape: A dict from the name of a mesh axis in --mesh_axes, such as `model`, to its size.

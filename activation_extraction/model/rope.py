@@ -85,12 +85,12 @@ class Rope:
             return cls(theta, rope_type, scaling_factor, share=rotated_fraction)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
-            rotation_count_bounds_of_blend = _llama3_rotation_count_bounds(rope, source)
+            blend_limits_in_rotations = _llama3_rotation_count_bounds(rope, source)
             return cls(
                 theta,
                 rope_type,
                 scaling_factor,
-                blended=rotation_count_bounds_of_blend,
+                blended=blend_limits_in_rotations,
                 trained=trained_length,
                 share=rotated_fraction,
             )
@@ -353,16 +353,16 @@ def _bounding_indices_of_blend(
         num_tokens_per_radian = trained_length / (num_rotations * 2 * math.pi)
         return num_rotated_dims * math.log(num_tokens_per_radian) / (2 * math.log(theta))
 
-    rotation_count_bounds_of_blend: list[float] = []
+    blend_limits_in_rotations: list[float] = []
     for beta_field, default_num_rotations in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
-        rotation_count_bounds_of_blend.append(
+        blend_limits_in_rotations.append(
             positive_field(rope, beta_field, source)
             if rope.get(beta_field)
             else default_num_rotations
         )
     try:
         index_of_first_blended_frequency, index_of_last_blended_frequency = map(
-            index_with_rotations, rotation_count_bounds_of_blend
+            index_with_rotations, blend_limits_in_rotations
         )
         if rope.get("truncate", True):
             index_of_first_blended_frequency = math.floor(index_of_first_blended_frequency)

@@ -412,9 +412,9 @@ def load_params(
             stacked_spec.logical_axes, stacked_spec.shape
         )
     array_by_path = jax.jit(make_zeros, out_shardings=sharding_by_path)()
-    # A job reads one parameter, or, if the parameter has layers, the layer with a certain index of
-    # every pipeline stage. It is a tuple of the path of the parameter and this index, from 0. The
-    # index is None if the parameter has no layers.
+    # If a parameter has layers, a job reads one layer of every pipeline stage, for example the
+    # second layer of each. Otherwise it reads the whole parameter. A job is a tuple of the path of
+    # the parameter and the index of the layer in its stage, from 0; None without layers.
     path_and_layer_index_of_jobs: list[tuple[ParamPath, int | None]] = []
     for parameter_path, weight_spec in table.items():
         if parameter_path in stacked_spec_by_path:

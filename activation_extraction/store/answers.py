@@ -300,10 +300,11 @@ def _asks_for_credentials(details: str) -> bool:
 
 
 def _has(details: str, pattern: str) -> bool:
-    """Returns whether a line of a Rust structure begins with a pattern.
+    """Returns whether any line of an error's details begins with a pattern.
 
     Args:
-        details: Failure that obstore printed as a Rust structure.
+        details: Details of an error of obstore, which prints them as a structure of Rust with one
+            field on each line.
         pattern: Regular expression for the beginning of the line, after its indentation.
     """
     return re.search(f"^ *{pattern}", details, re.MULTILINE) is not None

@@ -237,7 +237,8 @@ class RepairPlanner:
     limit_by_flag_name: Mapping[str, int | None]
     # Shard number -> result of the last check of this shard.
     _checked_shard_by_number: dict[int, CheckedShard] = field(default_factory=dict)
-    # Whether the user was warned that this repair writes metadata.json again with its own settings.
+    # Whether the user was warned that the repair writes a missing or damaged metadata.json again,
+    # with the settings of this command.
     _has_warned_of_new_metadata: bool = False
 
     def __call__(self, run_log: RunLog) -> StoragePlan:

@@ -34,17 +34,17 @@ A process that writes to the folder goes through these phases:
 - *Reserve.* The process writes a reservation as entry n, the first entry after all commits of the
   run, including the ones that a repair will withdraw. If entry n has become a commit of this run,
   because a request of an earlier process has arrived late, the process begins again. Otherwise,
-  once the reservation is written, no earlier process of the run can commit another shard. An
-  earlier process writes entries without gaps, and has not committed shard n, so it can next write
-  only entry n or a lower entry:
+  once the reservation is written, no earlier process of the run can commit another shard. This is
+  so because an earlier process writes entries without gaps, and has not committed shard n. So the
+  next entry that it writes can only be entry n or a lower entry:
 
-    - A lower entry is usually a commit of this run, which the earlier process does not replace. If
-      the entry is a reservation that a repair has written, the earlier process cannot replace it
-      either, for the reason that the next item gives for entry n.
     - To write entry n, the earlier process reads the version of the entry, then the owner in
       metadata.json, and then writes on condition that the version has not changed. If it read the
       version before the reservation was written, the condition does not hold. If it read the
       version afterwards, it finds another owner in metadata.json, and stops.
+    - A lower entry is usually a commit of this run, which the earlier process does not replace. If
+      the entry is a reservation that a repair has written, the earlier process cannot replace it
+      for the same reason as entry n.
 
 - *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
   entry still has the version that was checked (repair.py).
@@ -709,7 +709,7 @@ def check_own(folder: Folder) -> None:
 
     Raises:
         InputError: If the folder contains files that are named like files of a run, but no JSON
-            file that a run of any version has written.
+            file that this program, in any of its versions, has written.
     """
     run_file_names = own_files(folder.files())
     for file_name in run_file_names:

@@ -109,8 +109,8 @@ class RangeChecksums:
             header_entry: Dtype, shape and byte offset of the tensor in the file.
 
         Returns:
-            The blocks with their checksums. None for a tensor without one row for each token, which
-            has no such checksums.
+            The blocks with their checksums. None if no checksums are recorded for the tensor,
+            because it does not have one row for each token.
         """
         if name not in self.crc32c:
             return None

@@ -71,9 +71,9 @@ def code_lines(statistics: Mapping[str, Statistics]) -> Iterator[str]:
             cut_tokens_phrase = counted(code_sums.cut_tokens, "token")
             codes_line += f", {code_sums.cut:,} cut from {cut_tokens_phrase} (--encode_most)"
         explained_fraction_phrases = [
-            f"{code_sums_of_token_kind.explained:.1%} of {KINDS_OF_TOKENS[token_kind]}"
-            for token_kind, code_sums_of_token_kind in hook_statistics.codes.items()
-            if code_sums_of_token_kind.explained >= 0
+            f"{code_statistics_of_token_kind.explained:.1%} of {KINDS_OF_TOKENS[token_kind]}"
+            for token_kind, code_statistics_of_token_kind in hook_statistics.codes.items()
+            if code_statistics_of_token_kind.explained >= 0
         ]
         if explained_fraction_phrases:
             codes_line += "; the share of squared norms that they explain: "

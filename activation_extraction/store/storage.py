@@ -234,10 +234,11 @@ class ActivationStorage:
 
     @property
     def stored_after_mark(self) -> dict[int, StoredSample]:
-        """The stored samples after `plan.mark`, the place in the data where the run goes on.
+        """The stored samples that come again when the data is read from `plan.mark`.
 
-        The keys are the numbers of the samples (`sample_idx`). Some samples before the mark may be
-        included, too.
+        A run goes on at this mark, but shards may contain samples after it, because samples are
+        stored in another order than they are read. The keys are the numbers of the samples
+        (`sample_idx`). Some samples before the mark may be included, too.
 
         Raises:
             InputError: If a sample before the mark is not stored, or a table of samples is damaged.

@@ -427,7 +427,7 @@ class Mixture:
             state: The state before the first row to read, a JSON object with the keys `given` and
                 `streams` (see `Mixture`).
         """
-        document_counts_of_datasets = list(state["given"])
+        given_document_counts_of_datasets = list(state["given"])
         stream_states = list(state["streams"])
         # Index of each data set that may have more rows -> iterator over the rows of the data set.
         rows_by_dataset_index = {
@@ -444,7 +444,7 @@ class Mixture:
             Args:
                 dataset_index: Index of the data set.
             """
-            num_documents = document_counts_of_datasets[dataset_index]
+            num_documents = given_document_counts_of_datasets[dataset_index]
             return (num_documents + 0.5) / self._dataset_weights[dataset_index]
 
         while rows_by_dataset_index:
@@ -456,14 +456,14 @@ class Mixture:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
                         self._dataset_names[dataset_index],
-                        counted(document_counts_of_datasets[dataset_index], "document"),
+                        counted(given_document_counts_of_datasets[dataset_index], "document"),
                     )
                 continue
-            document_counts_of_datasets[dataset_index] += document_row.document is not None
+            given_document_counts_of_datasets[dataset_index] += document_row.document is not None
             stream_states[dataset_index] = document_row.document_stream_state
             yield document_row._replace(
                 document_stream_state={
-                    "given": list(document_counts_of_datasets),
+                    "given": list(given_document_counts_of_datasets),
                     "streams": list(stream_states),
                 }
             )

@@ -335,7 +335,12 @@ def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
 
 
 def _words_of_text(tokenizer: Tokenizer, text: str) -> list[str]:
-    """Returns the words into which a tokenizer splits a text that contains no added tokens."""
+    """Returns the words (pre-tokens) into which a tokenizer splits a text before it makes tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text, which contains no added tokens.
+    """
     normalized_text = text
     if tokenizer.normalizer is not None:
         normalized_text = tokenizer.normalizer.normalize_str(text)
