@@ -79,13 +79,15 @@ class _CompleteInstructions:
         self._numbered_instructions = enumerate(pickletools.genops(pickle_file))
 
     def read(self, size: int) -> bytes:
-        """Returns the next bytes of the pickle, whose instructions have been checked.
+        """Returns the next bytes of the pickle.
+
+        Before that, this method reads and checks each instruction to which these bytes belong.
 
         Args:
             size: The number of bytes to return. Fewer bytes are returned at the end of the pickle.
 
         Raises:
-            ValueError: If one of these instructions is unknown or incomplete, or if it stores an
+            ValueError: If such an instruction is unknown or incomplete, or if it stores an
                 object in the memo at an index that is larger than the number of instructions before
                 it.
         """

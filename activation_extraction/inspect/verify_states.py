@@ -62,12 +62,11 @@ MatchByHookAndOffset = Mapping[tuple[str, int], HookMatch]
 
 
 class ExpectedHook(NamedTuple):
-    """The hook whose states another program should have stored as a layer of its files.
+    """The hook whose states a layer of another program's files should contain.
 
     Attributes:
-        name: Name of the hook. If the hook could not be determined, this is a guess. For each row,
-            --verify finds the hook whose computed states are nearest to the stored states of the
-            layer. The hook that is nearest in the most rows is the guess.
+        name: Name of the hook. If the hook could not be determined, it is a guess: the hook whose
+            states, as the model computes them, are nearest to the layer in the most rows.
         is_hook_determined: Whether the hook could be determined. A flag or the program that wrote
             the files may determine it. Otherwise it is determined if the stored states of the layer
             match the computed states at a hook in at least one row, apart from differences that
@@ -674,10 +673,11 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     row_comparison: RowComparison, layer_index: int, hook: ExpectedHook, model: StatesRecomputer
 ) -> str | None:
-    """Describes the wrong states in one layer of another program's file, if one sample is enough.
+    """Describes the wrong states in a layer by the file's own sample, if this sample is enough.
 
-    The sample of the file's row is enough, for example, if the wrong states are NaN or zeros, or if
-    they are states of this sample, but at another hook or of the next tokens.
+    Another program has stored the file for one row of its data set, with one sample. This sample is
+    enough, for example, if the wrong states are NaN or zeros, or if they are states of this sample,
+    but at another hook or of the next tokens.
 
     Args:
         row_comparison: Comparison of the file with the states of its row's sample.
@@ -773,9 +773,10 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: StatesRecomputer
     index_of_actual_hook = ordered_hook_names.index(actual_hook_name)
     layer_offset = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
     if expected_hook_name == FINAL_NORM_HOOK:
-        # The final norm is in `ordered_hook_names` after the last layer, but is not a layer, so the
-        # absolute value of the offset is 1 too large. The offset is negative if the states at the
-        # norm are expected, and positive (see below) if these states were stored instead.
+        # The final norm comes after the last layer in `ordered_hook_names`, but is not a layer, so
+        # the offset counts one step too many. Here the norm is expected, so the offset is negative,
+        # and 1 is added. In the next branch the norm is the actual hook, so the offset is positive,
+        # and 1 is subtracted.
         layer_offset += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
         layer_offset -= 1

@@ -121,10 +121,10 @@ class StoragePlan:
 
     @property
     def shard_numbers_to_store_again(self) -> tuple[int, ...]:
-        """The numbers of the missing and bad shards that a repair stores again, in ascending order.
+        """The numbers of the missing and bad shards before the last good shard, in ascending order.
 
-        They are the numbers below the number of the last good shard. The repair withdraws bad
-        shards after it, and the run continues there. Empty without a repair.
+        A repair stores shards under these numbers again. Bad shards after the last good shard are
+        only withdrawn, and the run continues in their place. Empty without a repair.
         """
         return () if self.repair is None else self.repair.shard_numbers_to_store_again
 
