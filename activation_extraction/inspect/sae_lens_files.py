@@ -22,17 +22,17 @@ class SaeLensFormat(ExportFormat):
 
     flag_value = "sae_lens"  # value of --export that selects this format
     needed_package = "datasets"
-    accepted_hooks_phrase = "activations"
+    accepted_hooks_phrase = "activations, no codes"
     tokens_per_row = 128  # the default of SAELens's setting context_size
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether a hook has activations, rather than codes, losses or token ids.
+        """Returns whether a hook can be exported: its values must be an array, not codes.
 
         Args:
             dataset: The run.
             hook: The name of the hook.
         """
-        return dataset.shards.stored_hook_by_name[hook].values_are_activations
+        return dataset.shards.stored_hook_by_name[hook].values_are_array
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
         """Returns the number of bytes of a token's activation in the dtype of the exported files.
