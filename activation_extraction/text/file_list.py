@@ -56,7 +56,7 @@ SPLIT_WORD = re.compile(
     r"(?=[-._/ 0-9])"
 )
 WILDCARDS = "*?["
-FILES_AT_ONCE = 32  # the number of files whose size or metadata is requested in parallel
+FILES_AT_ONCE = 32  # the number of files or folders that requests ask about in parallel
 # Keys in the metadata of a file whose values identify its content, in Google Cloud Storage, S3,
 # Azure, HTTP servers and the hub.
 VERSION_KEYS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation", "blob_id")
@@ -91,7 +91,7 @@ def list_files(path: str) -> list[DataFile]:
             # The query of a URL may contain a slash, so `plain_url` removes the query first.
             base_folder_path = plain_url(root_path).rpartition("/")[0]
         else:
-            data_paths, base_folder_path = _list_folder(path, file_system, root_path)
+            data_paths, base_folder_path = _list_folder(path, file_system, root_path, thread_pool)
         data_files = list(
             thread_pool.map(
                 partial(_data_file_at, file_system, plain_url(base_folder_path)), data_paths
@@ -159,13 +159,16 @@ def as_input_errors(path: str) -> Iterator[None]:
         raise InputError(f"--dataset_path {path}: {error_phrase}") from error
 
 
-def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
+def _list_folder(
+    path: str, fs: Any, root: str, thread_pool: ThreadPoolExecutor
+) -> tuple[list[str], str]:
     """Lists the data files of a folder or a glob, and logs how many other files are left out.
 
     Args:
         path: Value of --dataset_path, for messages.
         fs: The file system, an object of fsspec.
         root: The path of the folder, or the glob, in the file system.
+        thread_pool: The threads that send requests in parallel.
 
     Returns:
         A tuple of:
@@ -185,7 +188,7 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
         for entry_path, entry_details in entry_details_by_path.items()
         if entry_details["type"] != "directory"
     )
-    _refuse_delta_table(path, fs, base_folder_path, file_paths, is_glob=is_glob)
+    _refuse_delta_table(path, fs, base_folder_path, file_paths, thread_pool, is_glob=is_glob)
     data_paths, left_out_files_phrase = _select_data_files(path, fs, root, file_paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
@@ -349,7 +352,13 @@ def _is_hidden(path: str, root: str) -> bool:
 
 
 def _refuse_delta_table(
-    path: str, fs: Any, folder: str, paths: Sequence[str], *, is_glob: bool
+    path: str,
+    fs: Any,
+    folder: str,
+    paths: Sequence[str],
+    thread_pool: ThreadPoolExecutor,
+    *,
+    is_glob: bool,
 ) -> None:
     """Checks that the files of a data set do not belong to a Delta table.
 
@@ -363,6 +372,7 @@ def _refuse_delta_table(
             the last folder before the first wildcard.
         paths: The paths of all files in the folder and in its subfolders, or of the files that the
             glob matches.
+        thread_pool: The threads that send requests in parallel.
         is_glob: Whether --dataset_path is a glob. A glob may match only the data files of a Delta
             table, so the folders of these files are searched for the log. This takes a request for
             each folder.
@@ -387,9 +397,8 @@ def _refuse_delta_table(
         log_folder_paths = [
             f"{candidate_folder_path}/{DELTA_LOG}" for candidate_folder_path in sorted_folder_paths
         ]
-        with ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
-            table_folder_mask = list(thread_pool.map(fs.isdir, log_folder_paths))
-            table_folder_paths.update(itertools.compress(sorted_folder_paths, table_folder_mask))
+        table_folder_mask = list(thread_pool.map(fs.isdir, log_folder_paths))
+        table_folder_paths.update(itertools.compress(sorted_folder_paths, table_folder_mask))
     if table_folder_paths:
         raise InputError(
             f"--dataset_path {path}: {min(table_folder_paths)} is a Delta table, whose "
