@@ -454,7 +454,7 @@ class HookedModel(nn.Module):
 
 @cache
 def _num_weight_values_per_token(config: ModelConfig, layer: int) -> int:
-    """Returns the number of matrix elements of a layer that are multiplied with one token.
+    """Returns the number of weights of a layer with which one token is multiplied.
 
     In a layer with routed experts, only the experts that a token uses count.
 

@@ -111,7 +111,7 @@ class Instruction(NamedTuple):
 
 
 class InstructionCost(NamedTuple):
-    """The bytes that one instruction moves on one chip and sends to other chips.
+    """The bytes that one instruction moves between a chip and its HBM, and sends to other chips.
 
     Attributes:
         kind: Kind of the instruction: "product" (of matrices), "kernel", "collective", "copy" or

@@ -251,9 +251,10 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
 
 
 class Alignment(NamedTuple):
-    """A match of stored states in a layer of a file with computed states of a sample at a hook.
+    """A match between stored states and states that the model computes for a sample at a hook.
 
-    A layer of a file is one of its arrays of hidden states. The stored states may belong to another
+    Another program has stored the states in a layer of a file, which is one of the file's arrays
+    of hidden states. The stored states may belong to another
     sample, hook or token than expected. The alignments of the layer show to which.
 
     Attributes:

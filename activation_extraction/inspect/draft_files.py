@@ -154,7 +154,7 @@ def last_residual_stream_hook(layer_count: int) -> str:
 
 
 def hooks_by_hidden_state_index(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the hooks in the residual stream, before or after a block, by hidden state index.
+    """Maps indices of hidden states to the hooks at which the residual stream has these states.
 
     The hidden state with index 0 is the embedding, and the hidden state with index k + 1 is the
     output of block k. `hidden_states` of the library transformers has the same indices, but
@@ -165,8 +165,8 @@ def hooks_by_hidden_state_index(hooks: Iterable[str]) -> dict[int, str]:
             are ignored.
 
     Returns:
-        The name of the hook by the index of its hidden state, in ascending order of the indices. If
-        two hooks have the same hidden state, the first of them is returned.
+        Index of a hidden state -> name of its hook, in ascending order of the indices. If two hooks
+        have the same hidden state, the first of them is returned.
     """
     hook_name_by_hidden_state_index: dict[int, str] = {}
     for hook_name in hooks:

@@ -396,11 +396,11 @@ def _canonical(hook: str) -> str:
 
 
 def _nearest_hook(row_comparisons: Sequence[RowComparison], layer_index: int) -> ExpectedHook:
-    """Returns the hook whose states are nearest to the stored states of a layer in most files.
+    """Returns the hook that most files vote for.
 
-    Only files whose states match a hook within the error limits are counted, unless there is no
-    such file. If two hooks are nearest in equally many files, the hook with the smallest error in a
-    file is returned.
+    A file votes for the hook whose computed states are nearest to the stored states of its layer. A
+    file whose states match no hook within the error limits only votes if this is so in all files.
+    If two hooks have equally many votes, the hook with the smallest error in a file is returned.
 
     Args:
         row_comparisons: Results of comparing each file with the states of the model.

@@ -119,8 +119,8 @@ class Decoder:
         segment_ids = jnp.zeros((1, 1), jnp.int32)
         module_dtype = self.module_by_layer_type[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
-        window_mask = self.config.sliding(range(1))  # an array with one element, or None
-        layer_has_window = None if window_mask is None else window_mask[0]
+        windowed_layer_mask = self.config.sliding(range(1))  # an array with one element, or None
+        layer_has_window = None if windowed_layer_mask is None else windowed_layer_mask[0]
         return x, rotary_table(positions, self.config), segment_ids, layer_has_window
 
     def stacked(self, params: Any) -> StackedLayers:

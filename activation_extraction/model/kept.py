@@ -208,23 +208,23 @@ def _block_plans(
         block_stop = block_start + tokens_per_block
         token_indices_of_devices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
         # The following lists have an entry for each device: an array with an entry for each token.
-        block_token_index_arrays = []
-        kept_token_number_arrays = []
+        token_indices_in_block_of_devices = []
+        kept_token_numbers_in_block_of_devices = []
         for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
             num_block_tokens = len(kept_token_indices[block_start:block_stop])
             token_indices_of_devices[device_number, :num_block_tokens] = kept_token_indices[
                 block_start:block_stop
             ]
-            block_token_index_arrays.append(
+            token_indices_in_block_of_devices.append(
                 device_number * tokens_per_block + np.arange(num_block_tokens)
             )
-            kept_token_number_arrays.append(
+            kept_token_numbers_in_block_of_devices.append(
                 kept_token_numbers_of_devices[device_number][block_start:block_stop]
             )
         yield _BlockPlan(
             token_indices_of_devices,
-            np.concatenate(block_token_index_arrays),
-            np.concatenate(kept_token_number_arrays),
+            np.concatenate(token_indices_in_block_of_devices),
+            np.concatenate(kept_token_numbers_in_block_of_devices),
         )
 
 

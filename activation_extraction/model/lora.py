@@ -271,8 +271,8 @@ class LoraAdapter:
         """Adds a change to a part of a tensor of the base model.
 
         Args:
-            change: The change. If the part does not contain the expert of the change, nothing is
-                added.
+            change: The change (see `Change`). If it belongs to an expert that the part does not
+                contain, nothing is added.
             tensor_part: The values of the part, float32, which are changed in place.
             index: The slice of the part on each axis of the tensor.
         """

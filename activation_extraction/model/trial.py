@@ -350,7 +350,7 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields the only trial of kernels for the delta rule, a comparison with the exact function.
+    """Yields one trial, which compares a kernel for the delta rule with the exact function.
 
     The exact function computes one token after the other. In the random arrays of the trial, some
     samples end within a chunk of tokens that kernels compute together, and the heads have different

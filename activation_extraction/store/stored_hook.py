@@ -461,11 +461,11 @@ class DenseHook(StoredHook):
         concatenated_values = np.concatenate(samples)
         positions_of_summed_tokens = np.concatenate(positions)
         if self.meaning == "loss":
-            tokens_with_loss_mask = self._tokens_with_loss_mask(
+            mask_of_tokens_with_loss = self._mask_of_tokens_with_loss(
                 concatenated_values, positions_of_summed_tokens
             )
-            concatenated_values = concatenated_values[tokens_with_loss_mask]
-            positions_of_summed_tokens = positions_of_summed_tokens[tokens_with_loss_mask]
+            concatenated_values = concatenated_values[mask_of_tokens_with_loss]
+            positions_of_summed_tokens = positions_of_summed_tokens[mask_of_tokens_with_loss]
         return sums_of(
             concatenated_values.__getitem__,
             concatenated_values.shape[1],
@@ -473,7 +473,7 @@ class DenseHook(StoredHook):
         )
 
     @staticmethod
-    def _tokens_with_loss_mask(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _mask_of_tokens_with_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Returns a mask of the tokens that have a loss, bool (tokens,).
 
         The first token of a sample has a loss only if its value is not NaN. Every other token is in
@@ -529,11 +529,11 @@ class DenseHook(StoredHook):
                     f"(allowed: {max_difference_count})"
                 )
         elif self.meaning == "loss":
-            tokens_with_loss_mask = self._tokens_with_loss_mask(stored, positions)
-            tokens_with_loss_mask |= self._tokens_with_loss_mask(recomputed, positions)
+            mask_of_tokens_with_loss = self._mask_of_tokens_with_loss(stored, positions)
+            mask_of_tokens_with_loss |= self._mask_of_tokens_with_loss(recomputed, positions)
             yield from _norm_difference(
-                stored[tokens_with_loss_mask],
-                recomputed[tokens_with_loss_mask],
+                stored[mask_of_tokens_with_loss],
+                recomputed[mask_of_tokens_with_loss],
                 tolerance.relative_computation_error,
             )
         elif self.meaning == "numbers":

@@ -42,7 +42,7 @@ PREVIEW_CHARACTERS = 200  # the largest length of SampleFacts.text_preview
 class ChangedDataError(RunError):
     """Raised if the data set has changed since samples were stored.
 
-    A sample with the number of a stored sample would now be made from another row.
+    If the run continued, the numbers of its stored samples would belong to other rows now.
     """
 
 

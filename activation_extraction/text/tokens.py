@@ -304,9 +304,10 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not allowed_cut_patterns:
         return None
     any_allowed_cut_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
-    # Lookaheads and lookbehinds that forbid cutting a text inside an added token, or next to one
-    # that includes the spaces beside it, because such a cut would change the tokens. For an added
-    # token "a b", for example, (?!(?<=a) b) forbids the cut between "a" and " b".
+    # Lookaheads and lookbehinds that forbid cutting a text inside an added token. They also forbid
+    # a cut beside an added token that absorbs the spaces on this side (lstrip or rstrip), because
+    # such cuts would change the tokens. For an added token "a b", for example, (?!(?<=a) b) forbids
+    # the cut between "a" and " b".
     lookarounds_that_forbid_cuts = ""
     for added_token in tokenizer.get_added_tokens_decoder().values():
         if added_token.rstrip:
